@@ -51,6 +51,9 @@ CHOICES = {
 }
 """Options with few values, and what None is for where None is one of them."""
 
+OF_A_NODE = "--machine_rank RANK --main_process_ip HOST --main_process_port 29500"
+"""What `accelerate launch` is told on each of several nodes, besides the configuration file that they share."""
+
 SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
 NEEDED = {
     **{name: f"a whole number, such as {name}=1" for name in (*SIZES, "dp_replicate_size")},

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.gpu.models import FAMILIES, MIXTURES, batches, tiny
 from benchmarks.gpu.report import Options, Report
@@ -136,13 +137,10 @@ def _compare_bf16(
 
     def errors(made: Sequence[Window]) -> tuple[float, dict[str, float], float]:
         """Returns the errors of losses, of each gradient, and of all gradients together."""
-        by_window = []
-        for window, wanted in zip(made, exact, strict=True):
-            # Of what is nearly zero, such as the gradient of a router that is sure of itself, bf16 has no digit.
-            least = 1e-3 * sum(float(value.norm()) ** 2 for value in wanted.gradients.values()) ** 0.5
-            by_window.append(gradient_errors(window, wanted, least))
-        of_each = {where: _rms([each[where] for each in by_window]) for where in by_window[0]}
         pairs = [*zip(made, exact, strict=True)]
+        # Of what is nearly zero, such as the gradient of a router that is sure of itself, bf16 has no digit.
+        by_window = [gradient_errors(*pair, 1e-3 * _norm(pair[1].gradients.values())) for pair in pairs]
+        of_each = {where: _rms([each[where] for each in by_window]) for where in by_window[0]}
         return _rms([loss_error(*pair) for pair in pairs]), of_each, _rms([_joined(*pair) for pair in pairs])
 
     (loss, mine, joined), (stock_loss, theirs, stock_joined) = errors(windows), errors(stock)
@@ -161,8 +159,12 @@ def _rms(values: Sequence[float]) -> float:
 
 def _joined(window: Window, wanted: Window) -> float:
     """How far all gradients together are off, in parts of their norm."""
-    apart = sum(float((window.gradients[name] - value).norm()) ** 2 for name, value in wanted.gradients.items())
-    return (apart / sum(float(value.norm()) ** 2 for value in wanted.gradients.values())) ** 0.5
+    apart = (window.gradients[name] - value for name, value in wanted.gradients.items())
+    return _norm(apart) / _norm(wanted.gradients.values())
+
+
+def _norm(values: Iterable[Tensor]) -> float:
+    return sum(float(value.norm()) ** 2 for value in values) ** 0.5
 
 
 def _named(family: str, sizes: Mapping[str, int], changes: Mapping[str, Any]) -> str:

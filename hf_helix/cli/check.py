@@ -68,7 +68,7 @@ class CheckCommand(Command):
         from hf_helix.testing import configs_for, layout_text, prove_layouts
 
         asked = {name: value for name, value in self.of_config().items() if value is not None}
-        product = {"float8": asked.pop("float8", None)}
+        float8 = asked.pop("float8", None)
         given = self.model if is_class(self.model) else configuration_file(self.model)
         sys.path.insert(0, "")  # a console script has the folder of its own file there
         for module in self.imports or []:
@@ -80,10 +80,9 @@ class CheckCommand(Command):
         if is_launched:
             _join_ranks()
         configs = configs_for(subject, [asked] if asked else None)
-        reason = _reason_against_all(subject) if len(configs) > 1 else ""
-        misfits = [(config, reason) for config in configs] if reason else _misfits(subject, configs)
+        misfits = _misfits(subject, configs)
         proofs = [Proof(subject.name, layout_text(each), refusal=reason) for each, reason in misfits]
-        layouts = [{**each.option_sizes, **product} for each in configs if each not in dict(misfits)]
+        layouts = [{**each.option_sizes, "float8": float8} for each in configs if each not in dict(misfits)]
         for proof in prove_layouts(subject, layouts, self.imports or [], _say_start) if layouts else ():
             proofs.append(proof)
             if not proof.refusal:
@@ -101,34 +100,22 @@ class CheckCommand(Command):
             sys.exit(1)
 
 
-def _reason_against_all(subject: Subject) -> str:
-    """Returns why a model can be cut in no layout at all, such as code that is not derived; empty without a reason."""
-    from hf_helix.engine.proof.prove import reason_of
-    from hf_helix.models.registry import family_of
-
-    try:
-        model = subject.build()
-        family_of(model).digest(model)
-    except Exception as error:
-        return reason_of(error)
-    return ""
-
-
 def _misfits(subject: Subject, configs: Sequence[HelixConfig]) -> list[tuple[HelixConfig, str]]:
-    """Returns the layouts that cannot cut a configuration at its own sizes, each with the reason; none for a class."""
+    """Returns the layouts that cannot cut a configuration at its own sizes, each with the reason; of a class, which has
+    no sizes, all of several if its code cannot be derived."""
     from hf_helix.doctor.simulated import check_cut, kinds_of
     from hf_helix.engine.proof.prove import reason_of
     from hf_helix.engine.synthetic import model_on_meta
 
-    if subject.config is None:
+    if subject.config is None and len(configs) == 1:  # the proof says so as soon
         return []
     try:
-        model = model_on_meta(subject.config)
+        model = subject.build() if subject.config is None else model_on_meta(subject.config)
         kinds = kinds_of(model)
     except Exception as error:  # as a proof says the reason
         return [(config, reason_of(error)) for config in configs]
     found = []
-    for config in configs:
+    for config in configs if subject.config is not None else ():
         try:
             check_cut(model, kinds, config)
         except Exception as error:

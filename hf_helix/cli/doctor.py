@@ -16,7 +16,7 @@ import yaml
 
 from hf_helix.cli.options import option
 from hf_helix.cli.simulate import OnCluster
-from hf_helix.config import AUTO, OFFLOADS, HelixConfig, format_rate
+from hf_helix.config import AUTO, OF_A_NODE, OFFLOADS, HelixConfig, format_rate
 from hf_helix.doctor.processes import usable_cores
 from hf_helix.measure.progress import progress_bar
 from hf_helix.planning.collection import without_collection
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from hf_helix.doctor.layouts import Ranking
     from hf_helix.doctor.simulated import SimulatedModel
     from hf_helix.doctor.step import Step
-
-OF_A_NODE = "--machine_rank RANK --main_process_ip HOST --main_process_port 29500"
-"""What the launch of each of several nodes adds to the file that they share."""
 
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 
@@ -81,11 +78,8 @@ class DoctorCommand(OnCluster):
         simulated = self.simulated_model(cluster)
         base = base_of(simulated.model)
         ranking = self._search(simulated, cluster, tokens, self.top)
-        for offload in OFFLOADS if self.offload == AUTO else ():
-            # Also where the fastest layout recomputes, while memory of devices has optimizer states.
-            recomputes = bool(ranking.steps) and ranking.steps[0].case.recompute != "none" and not self.lora_r
-            if not ranking.steps or (offload == OFFLOADS[0] and recomputes):
-                ranking = ranking.merged(replace(self, offload=offload)._search(simulated, cluster, tokens, self.top))
+        if self.offload == AUTO:
+            ranking = self._with_offload(ranking, simulated, cluster, tokens)
         if not ranking.steps:
             family_of(base).digest(base)  # raises where no layout at all can be made
             rivals = ranking.fitting_rivals(cluster)
@@ -140,6 +134,17 @@ class DoctorCommand(OnCluster):
                 f"sequences of {case.length:,} tokens{', on each node with its own RANK' if several else ''}:\n"
                 f"{size_text(case.sizes)}: accelerate launch --config_file {self.write} {node}YOUR_SCRIPT.py"
             )
+
+    def _with_offload(self, ranking: Ranking, simulated: SimulatedModel, cluster: Cluster, tokens: int) -> Ranking:
+        """Returns a ranking with layouts whose optimizer lies on the host, where nothing fits without or the fastest
+        recomputes while devices have its states; with parameters on the host, where nothing fits with that."""
+        optimizer, parameters = OFFLOADS
+        recomputes = any(step.case.recompute != "none" for step in ranking.steps[:1])
+        if not ranking.steps or (recomputes and not self.lora_r):
+            ranking = ranking.merged(replace(self, offload=optimizer)._search(simulated, cluster, tokens, self.top))
+        if not ranking.steps:
+            ranking = ranking.merged(replace(self, offload=parameters)._search(simulated, cluster, tokens, self.top))
+        return ranking
 
     def _chosen(self, ranking: Ranking) -> Step:
         """Returns the step of `layout`.

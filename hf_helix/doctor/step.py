@@ -414,6 +414,8 @@ def is_replayed(case: Case, layout: Layout, cluster: Cluster) -> bool:
 
 def _inputs_on_host(amounts: Amounts, case: Case, layout: Layout) -> int:
     """Returns the most bytes of inputs of layers that a rank has on its host, waiting for their backward passes."""
+    if case.recompute != OFFLOAD:
+        return 0
     copied = dict.fromkeys(layout.units, 0)
     for name, op in named_operators(layout):
         if op.kind is Kind.DOWN:

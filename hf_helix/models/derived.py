@@ -223,14 +223,18 @@ class DerivedFamily(Family):
     def first_least(self) -> int:
         return self.towers.deep_layers if self.towers is not None and self._has_features else 0
 
+    def _last(self, b: Builder, x: str) -> str:
+        """Returns the output of the last layer, behind which no features are left."""
+        return b.segment(f"{FEATURES}.end", _same, x, b.input(FEATURES)) if self._has_features else x
+
     def loss(self, b: Builder, model: Any, x: str) -> str:
-        if self._has_features:  # behind the last layer none are left
-            x = b.segment(f"{FEATURES}.end", _same, x, b.input(FEATURES))
+        x = self._last(b, x)
         _, plan = self._plans_of_ends(model, b.tp.size, b.tp.rank)
         logits = Lowering(plan, b, model, {plan.start[0]: x}).run(FULL)
         return b.loss("loss", logits, model.get_output_embeddings().weight.shape[0])
 
     def decoder_output(self, b: Builder, model: Any, x: str) -> str:
+        x = self._last(b, x)
         _, plan = self._plans_of_ends(model, b.tp.size, b.tp.rank)
         output = Lowering(plan, b, model, {plan.start[0]: x}).run()
         return b.segment("output", _same, x, compiles=False) if output == x else output

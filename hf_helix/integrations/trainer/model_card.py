@@ -26,7 +26,7 @@ import yaml
 from huggingface_hub import RepoCard
 
 from hf_helix import __version__
-from hf_helix.config import HelixConfig
+from hf_helix.config import OF_A_NODE, HelixConfig
 from hf_helix.doctor.page import memory_of_run
 from hf_helix.measure.overlap import Overlap
 from hf_helix.planning.timing.predict import Prediction
@@ -97,7 +97,7 @@ def _section(trainer: Any, overlap: Overlap | None) -> str:
 def format_launch(config: HelixConfig, ranks: int, mixed_precision: str, use_cpu: bool) -> str:
     """Returns the command and the YAML of the same training, as Markdown."""
     machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    several = " --machine_rank RANK --main_process_ip HOST --main_process_port 29500" if machines > 1 else ""
+    several = f" {OF_A_NODE}" if machines > 1 else ""
     where = "on every machine, with its RANK from 0 on and the address HOST of machine 0, " if machines > 1 else ""
     options = {
         field.name: value
