@@ -113,7 +113,7 @@ CASES = (
 HASTE: tuple[tuple[Any, str, int], ...] = (
     (search, "EFFORT", 20_000),
     (dhelix, "MAX_STATES", 100),
-    (profiler, "TRAIN", 2),
+    (profiler, "IN_A_ROW", 2),
 )
 """What makes tuning short, whatever becomes of the plans: module, constant, value."""
 

@@ -30,7 +30,7 @@ from hf_helix.runtime.streams import Streams
 METHODS = ("all_gather", "exchange", "shift")
 
 SIZES = tuple(4**power for power in range(4, 14))  # bytes of a rank's value, from 256 to 64 Mi
-TRAIN, ROUNDS = 4, 6  # collectives in a row, of which the first warms up; repeats of the row
+IN_A_ROW, ROUNDS = 4, 6  # collectives in a row, of which the first warms up; repeats of the row
 LONGEST = 0.1  # seconds of a collective after which no larger collective is tried
 BYTES = {"cpu": (1 << 16, 1 << 18, 1 << 20, 1 << 22), "cuda": (1 << 20, 1 << 24, 1 << 27)}
 """Bytes of a rank's value during computation: small collectives cost computation more of their own time."""
@@ -81,7 +81,7 @@ def _collective_seconds(streams: Streams, kind: Kind, work: Work) -> float:
     seconds: list[float] = []
     for _ in range(ROUNDS):
         all_gather_object(None)  # so that all ranks start together
-        seconds += time_in_a_row(streams, kind, work, TRAIN)[1:]
+        seconds += time_in_a_row(streams, kind, work, IN_A_ROW)[1:]
     return min(all_gather_object(statistics.median(seconds)))
 
 

@@ -185,7 +185,7 @@ def time_transfers(runner: Runner, batch: MicroBatch, repeats: int) -> Times:
     return seconds, sent
 
 
-TRAIN = 6  # repeats in a row; the first warms up
+IN_A_ROW = 6  # repeats of an operator; the first warms up
 PAIRED = 2  # collectives of each kind of communication that are paired, the longest; others slow down as these do
 SHORTEST = 0.02  # of the longest collective: shorter computations are not paired, their times would be noise
 
@@ -401,7 +401,7 @@ def measure_profile(
 def _measure(
     runner: Runner, window: Sequence[MicroBatch], about: Mapping[str, str], pairs: bool, progress: Progress | None
 ) -> Profile:
-    bench = Bench(runner, window[0], TRAIN)
+    bench = Bench(runner, window[0], IN_A_ROW)
     moving, sent = _measure_communication(bench)
     mine = _measure_computation(runner, window) | moving
     medians = {name: statistics.median(seconds) for name, seconds in mine.items()}
@@ -508,7 +508,7 @@ def _counts(a: TimedOperator, b: TimedOperator, times: Mapping[Name, float]) -> 
     if a.op.kind is b.op.kind:
         return 1, 1
     first, second = times[a.name], times[b.name]
-    return min(TRAIN, max(1, int(second / first))), min(TRAIN, max(1, int(first / second)))
+    return min(IN_A_ROW, max(1, int(second / first))), min(IN_A_ROW, max(1, int(first / second)))
 
 
 def _agreed(kind: Kind, ranks: Sequence[float]) -> float:

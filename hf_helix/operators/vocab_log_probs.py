@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_helix.operators.communication.transport import Axis
-from hf_helix.operators.vocab_slices import VocabDivision, stack_over, start_sum
+from hf_helix.operators.vocab_slices import VocabDivision, all_gather, start_sum
 from hf_helix.operators.vocab_tiles import CHUNK, tiles_of
 
 ROWS = 32768
@@ -161,7 +161,7 @@ class _LogProbs(torch.autograd.Function):
                     known, ids = local[:, tile.tokens][:, piece], targets[tile.tokens][piece]
                     found = _Statistics.of(options.logits(products)[0], ids - first - tile.rows.start, wanted)
                     known.copy_(_Statistics.joined(torch.stack((known, found.values))).values)
-        every = _Statistics.joined(stack_over(local, division.axis))
+        every = _Statistics.joined(all_gather(local, division.axis))
         log_total = every.maximum + every.total.log()
         entropy = log_total - every.weighted / every.total if "entropy" in wanted else None
         squares = every.squared.log() - 2 * every.total.log() if "log_sum_sq_probs" in wanted else None

@@ -26,17 +26,17 @@ from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.torch_functions import is_elementwise, is_in_place, map_tensors
 from hf_helix.operators.vocab_slices import (
     VocabDivision,
-    class_loss,
-    exact,
+    all_gathered,
     extreme_ids,
+    gather_ids,
     gathered,
     log_probabilities,
     log_sum_exp,
-    pick,
+    loss_of_ids,
     sliced,
-    stacked,
     summed_gradient,
     total,
+    upcast,
 )
 
 Handler = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
@@ -396,7 +396,7 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Reduces slices, then the ranks' results."""
     logits, name, dims = args[0], func.__name__, _dims(args, kwargs)
     run = Tensor.sum if name == "mean" else func
-    parts = stacked(run(exact(logits.local), *args[1:], **kwargs), logits.division.axis)
+    parts = all_gathered(run(upcast(logits.local), *args[1:], **kwargs), logits.division.axis)
     result = getattr(torch, run.__name__)(parts, 0)
     if name == "mean":
         result = result / prod(size for at, size in enumerate(logits.shape) if dims is None or at in dims)
@@ -426,9 +426,9 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     local, division, kind = logits.local, logits.division, name.removeprefix("arg")
     if _dims(args, kwargs) is None:
         best = getattr(torch, kind)
-        return NotImplemented if name != kind else best(stacked(best(local), division.axis))
+        return NotImplemented if name != kind else best(all_gathered(best(local), division.axis))
     ids = extreme_ids(local, division, kind)
-    results = [ids] if name != kind else [pick(local, ids, division), ids]
+    results = [ids] if name != kind else [gather_ids(local, ids, division), ids]
     if not kwargs.get("keepdim", len(args) > 2 and args[2]):
         results = [each.squeeze(-1) for each in results]
     return getattr(torch.return_types, name)(results) if name == kind else results[0]
@@ -436,22 +436,31 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
 
 @_along
 def _gather(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return pick(args[0].local, kwargs.get("index", args[2] if len(args) > 2 else None), args[0].division)
+    return gather_ids(args[0].local, kwargs.get("index", args[2] if len(args) > 2 else None), args[0].division)
 
 
-_CLASS_LOSS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+_LOSS_INPUTS = (
+    "input",
+    "target",
+    "weight",
+    "size_average",
+    "ignore_index",
+    "reduce",
+    "reduction",
+    "label_smoothing",
+)
 
 
-def _class_loss(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _loss_of_ids(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Runs cross_entropy and nll_loss with token ids as targets."""
-    given: dict[str, Any] = {**dict(zip(_CLASS_LOSS, args, strict=False)), **kwargs}
+    given: dict[str, Any] = {**dict(zip(_LOSS_INPUTS, args, strict=False)), **kwargs}
     is_legacy = given.pop("size_average", None) is not None or given.pop("reduce", None) is not None
     given.pop("reduce", None)
     logits, target = given.pop("input"), given.pop("target")
     is_rows = isinstance(logits, VocabLogits) and logits.dim() in (1, 2) and target.dim() == logits.dim() - 1
     if is_legacy or not is_rows or target.is_floating_point() or isinstance(given.get("weight"), VocabLogits):
         return NotImplemented
-    loss = class_loss(logits.local, target, logits.division, of_logits=func.__name__ == "cross_entropy", **given)
+    loss = loss_of_ids(logits.local, target, logits.division, of_logits=func.__name__ == "cross_entropy", **given)
     probe = logits.local.new_zeros((1,) * logits.dim())
     return loss.to(func(probe, target.new_zeros((1,) * target.dim())).dtype)
 
@@ -493,7 +502,7 @@ _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("sum", "mean", "amax", "amin", "any", "all"), _reduce),
     **dict.fromkeys(("max", "min", "argmax", "argmin"), _extreme),
     **dict.fromkeys(("softmax", "log_softmax"), _softmax),
-    **dict.fromkeys(("cross_entropy", "nll_loss"), _class_loss),
+    **dict.fromkeys(("cross_entropy", "nll_loss"), _loss_of_ids),
     **dict.fromkeys(("std", "var", "cumsum", "sort", "topk"), _along(lambda func, args, kwargs: NotImplemented)),
     **dict.fromkeys(("kl_div", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"), _paired_loss),
     "binary_cross_entropy_with_logits": _paired_loss,

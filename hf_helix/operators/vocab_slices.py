@@ -47,7 +47,7 @@ class VocabDivision:
 
     def gather(self, local: Tensor) -> Tensor:
         """Returns the full tensor [..., length] of every rank's slice."""
-        parts = stack_over(functional.pad(local, (0, self.size(0) - local.shape[-1])), self.axis)
+        parts = all_gather(functional.pad(local, (0, self.size(0) - local.shape[-1])), self.axis)
         return torch.cat([part[..., : self.size(rank)] for rank, part in enumerate(parts)], -1)
 
     def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,7 @@ class VocabDivision:
         return local.clamp(0, size - 1).masked_fill(is_outside, size), (local >= 0) & (local < size)
 
 
-def stack_over(value: Tensor, axis: Axis) -> Tensor:
+def all_gather(value: Tensor, axis: Axis) -> Tensor:
     """Returns every rank's value, in rank order [ranks, ...]."""
     value = value.detach()
     out = value.new_empty((axis.size, *value.shape))
@@ -158,17 +158,17 @@ def sliced(full: Tensor, division: VocabDivision) -> Tensor:
     return _communicated(full, lambda each: division.slice(each).clone(), division.gather)
 
 
-def stacked(value: Tensor, axis: Axis) -> Tensor:
+def all_gathered(value: Tensor, axis: Axis) -> Tensor:
     """Returns every rank's value [ranks, ...]."""
-    return _communicated(value, lambda each: stack_over(each, axis), lambda gradient: gradient[axis.rank])
+    return _communicated(value, lambda each: all_gather(each, axis), lambda gradient: gradient[axis.rank])
 
 
 def total(value: Tensor, axis: Axis) -> Tensor:
     """Returns the sum of every rank's value in rank order."""
-    return stacked(value, axis).sum(0)
+    return all_gathered(value, axis).sum(0)
 
 
-def exact(value: Tensor) -> Tensor:
+def upcast(value: Tensor) -> Tensor:
     """Returns a value in a type that sums are exact enough in: fp32 for narrower ones."""
     return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
 
@@ -176,7 +176,7 @@ def exact(value: Tensor) -> Tensor:
 class _LogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, axis: Axis) -> Tensor:
-        result = torch.logsumexp(stack_over(torch.logsumexp(local, -1), axis), 0)
+        result = torch.logsumexp(all_gather(torch.logsumexp(local, -1), axis), 0)
         ctx.save_for_backward(local, result)
         return result
 
@@ -189,7 +189,7 @@ class _LogSumExp(torch.autograd.Function):
 
 def log_sum_exp(local: Tensor, axis: Axis) -> Tensor:
     """Returns the logarithm of the sum of exponentials over the vocabulary [...], in fp32."""
-    return _LogSumExp.apply(exact(local), axis)
+    return _LogSumExp.apply(upcast(local), axis)
 
 
 class _TargetTerms(torch.autograd.Function):
@@ -199,7 +199,7 @@ class _TargetTerms(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, ids: Tensor, division: VocabDivision) -> tuple[Tensor, Tensor]:
         place, inside = division.places(ids)
         picked = local.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill_(~inside, 0)
-        of_ranks = stack_over(torch.stack((torch.logsumexp(local, -1), picked)), division.axis)
+        of_ranks = all_gather(torch.stack((torch.logsumexp(local, -1), picked)), division.axis)
         whole = torch.logsumexp(of_ranks[:, 0], 0)
         ctx.save_for_backward(local, whole, place, inside)
         return whole, of_ranks[:, 1].sum(0)
@@ -215,11 +215,11 @@ class _TargetTerms(torch.autograd.Function):
 
 def log_probabilities(local: Tensor, axis: Axis) -> Tensor:
     """Returns this rank's slice of the log-softmax, in fp32."""
-    local = exact(local)
+    local = upcast(local)
     return local - summed_gradient(log_sum_exp(local, axis), axis).unsqueeze(-1)
 
 
-def pick(local: Tensor, ids: Tensor, division: VocabDivision) -> Tensor:
+def gather_ids(local: Tensor, ids: Tensor, division: VocabDivision) -> Tensor:
     """Returns the elements at token ids [..., n], as `torch.gather` along the vocabulary."""
     place, inside = division.places(ids)
     return total(local.gather(-1, place).masked_fill(~inside, 0), division.axis)
@@ -228,11 +228,11 @@ def pick(local: Tensor, ids: Tensor, division: VocabDivision) -> Tensor:
 def extreme_ids(local: Tensor, division: VocabDivision, name: str) -> Tensor:
     """Returns the ids of the largest ("max") or smallest ("min") elements [..., 1], of equal ones the first."""
     values, places = getattr(torch, name)(local.detach(), -1, keepdim=True)
-    values, places = stack_over(values, division.axis), stack_over(places + division.bounds()[0], division.axis)
+    values, places = all_gather(values, division.axis), all_gather(places + division.bounds()[0], division.axis)
     return places.gather(0, getattr(torch, f"arg{name}")(values, 0, keepdim=True)).squeeze(0)
 
 
-def class_loss(
+def loss_of_ids(
     local: Tensor,
     target: Tensor,
     division: VocabDivision,
@@ -246,11 +246,11 @@ def class_loss(
     """Returns `functional.cross_entropy` of logits [rows, slice] or [slice], or with `of_logits=False` `nll_loss` of
     log-probabilities, in fp32."""
     is_counted = target != ignore_index
-    ids, local = target.masked_fill(~is_counted, 0), exact(local)
+    ids, local = target.masked_fill(~is_counted, 0), upcast(local)
     of_classes = local.new_ones(division.length) if weight is None else weight
     weights = of_classes[ids].masked_fill(~is_counted, 0)
     if not of_logits:
-        loss = -pick(local, ids.unsqueeze(-1), division).squeeze(-1).masked_fill(~is_counted, 0) * weights
+        loss = -gather_ids(local, ids.unsqueeze(-1), division).squeeze(-1).masked_fill(~is_counted, 0) * weights
     else:
         whole, target_logit = _TargetTerms.apply(local, ids, division)
         loss = (whole - target_logit).masked_fill(~is_counted, 0) * weights

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hf_helix.config import RULES
-from hf_helix.measure.operators import TRAIN
+from hf_helix.measure.operators import IN_A_ROW
 from hf_helix.measure.timing import ISSUING, ISSUING_SLOWEST
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan import search
@@ -79,7 +79,7 @@ def tuning_cost(
         windows += 2 * (2 * compared + schedules)
     seconds = windows * window_seconds
     if profiled:
-        operators = PAIR_OPERATORS * TRAIN * _num_pairs(layout)
+        operators = PAIR_OPERATORS * IN_A_ROW * _num_pairs(layout)
         seconds += (4 + operators / num_instructions) * window_seconds
         seconds += ISSUING_SLOWEST * operators + 2 * ISSUING * num_instructions if on_gpu else 0.0
     if "search" in tier.rules:

@@ -35,7 +35,7 @@ def hasty() -> Iterator[None]:
     with (
         mock.patch.object(search, "EFFORT", 20_000),
         mock.patch.object(dhelix, "MAX_STATES", 100),
-        mock.patch.object(profiler, "TRAIN", 2),
+        mock.patch.object(profiler, "IN_A_ROW", 2),
     ):
         yield
 

@@ -44,7 +44,7 @@ class HostCopy:
         return self._numbers
 
 
-class Assumed:
+class EvenRowCounts:
     """Numbers of rows where nothing is computed, on the meta device: an equal number for every expert, the remainder
     for the first experts; `imbalance` is the factor of rows for this rank's experts."""
 
@@ -60,12 +60,12 @@ class Assumed:
 @contextmanager
 def assuming(imbalance: float) -> Iterator[None]:
     """Returns a context in which experts on the meta device get `imbalance` times an even share of rows, see
-    `Assumed`."""
-    before, Assumed.imbalance = Assumed.imbalance, imbalance
+    `EvenRowCounts`."""
+    before, EvenRowCounts.imbalance = EvenRowCounts.imbalance, imbalance
     try:
         yield
     finally:
-        Assumed.imbalance = before
+        EvenRowCounts.imbalance = before
 
 
 class RowCounts:
@@ -107,7 +107,7 @@ class RowCounts:
 
     def _numbers(self, call: Call, num_rows: int, *ways: Tensor) -> Any:
         if ways[0].is_meta:
-            return call.shared.setdefault(self, Assumed(num_rows, *ways[0].shape)).numbers
+            return call.shared.setdefault(self, EvenRowCounts(num_rows, *ways[0].shape)).numbers
         copy = self.expect(call, ways[0], len(ways))
         if copy is not None:
             copy.queue(*ways)

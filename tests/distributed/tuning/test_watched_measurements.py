@@ -69,7 +69,7 @@ def test_two_computations_at_once_would_be_out_of_order() -> None:
     """Which is why the profiler measures none beside each other there."""
     cuda = FakeCuda()
     with one_rank(cuda, plan="sequential", **TP) as (runner, window), cuda.watch():
-        bench = Bench(runner, window[0], operators.TRAIN)
+        bench = Bench(runner, window[0], operators.IN_A_ROW)
         timed = next(timed for timed in bench.computing if timed.op.part is Part.W and bench.repeats(timed))
         assert not cuda.mistakes
         bench._on_two_streams(timed, timed)
