@@ -156,10 +156,8 @@ def variants(name: str) -> dict[str, dict[str, Any]]:
 def subject_of(name: str) -> Subject:
     """Returns what is proven under a name of `subjects`."""
     name, bracket, options = name.partition("[")
-    if f"{bracket}{options}" == CLASSIFIER:
-        return Subject(kind=getattr(transformers, name))
     subject = Subject.of(name)
-    if not bracket or f"{bracket}{options}" == TEXT:
+    if not bracket or f"{bracket}{options}" in (TEXT, CLASSIFIER):
         return subject
     assert subject.kind is not None
     return replace(subject, config=subject.kind.config_class(**variants(name)[bracket + options]))

@@ -8,6 +8,7 @@ derived from the model.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import transformers
@@ -67,13 +68,13 @@ def is_stock(model: Any) -> bool:
     return type(model).__name__ in _language_models() and type(model).__module__.startswith("transformers.")
 
 
-def check_causal_lm_class(name: str, instead: str = "") -> None:
-    """Refuses a model class of Transformers that is no causal language model.
+def check_causal_lm_class(name: str, instead: str = "", also: Collection[str] = ()) -> None:
+    """Refuses a model class of Transformers that is no causal language model, and none of some others.
 
     Raises:
         ValueError: names the class to use, or the causal-LM class of the same configuration, if any.
     """
-    if name not in _language_models():
+    if name not in _language_models() and name not in also:
         advice = instead or _advice(getattr(transformers, name).config_class)
         raise ValueError(f"{name} is no causal language model: {advice}")
 
@@ -140,10 +141,13 @@ def text_part(model: Any) -> str:
 
 
 def _advice(config_class: Any) -> str:
-    """Returns advice for a configuration: models that can be trained, and the class to use."""
+    """Returns advice for a configuration: the class to use, and the trainers of other classes."""
     classes = _usable(getattr(config_class, "model_type", ""))
-    instead = f"use {' or '.join(classes)} for it, and " if classes else "use "
-    return f"hf_helix trains the loss of the next token alone; {instead}the stock Trainer for other tasks and models"
+    first = f"use {' or '.join(classes)}" if classes else "hf_helix cuts decoders of causal language models"
+    others = (
+        "HelixTrainer trains other heads on a decoder by their own code (docs/losses.md), the stock Trainer all else"
+    )
+    return f"{first}; {others}"
 
 
 def _usable(model_type: str) -> list[str]:

@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import transformers
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 Values = dict[str, Any]
 
 MROPE = {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]}
 OF_QWEN = {"text_config": {"rope_parameters": MROPE}}
 OF_GLM = {"text_config": {"rope_parameters": {**MROPE, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}}}
-NO_LAYER_INPUTS = {"hidden_size_per_layer_input": 0}
 OPEN: dict[str, Values] = {
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
@@ -32,8 +31,10 @@ OPEN: dict[str, Values] = {
     "dbrx": {"attn_config": {"rope_theta": 500000.0, "kv_n_heads": 8, "clip_qkv": 8}},
     "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy"},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
-    "gemma4_text": NO_LAYER_INPUTS,
-    "gemma4": {"text_config": NO_LAYER_INPUTS},
+    "ernie4_5_vl_moe_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [22, 22, 20]}
+    },
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
     "glm4v": OF_GLM,
     "glm46v": OF_GLM,
     "glm4v_moe": OF_GLM,
@@ -42,6 +43,10 @@ OPEN: dict[str, Values] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 16, "moe_topk": 2},
+    "hunyuan_vl_text": {
+        "head_dim": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 16, 16, 16]},
+    },
     "lfm2": {"full_attn_idxs": [2, 5, 8, 10, 12, 14, 17, 20, 23, 26, 29]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "ministral": {"head_dim": 128},
@@ -49,7 +54,8 @@ OPEN: dict[str, Values] = {
     "paddleocr_vl": OF_QWEN,
     "qwen2_vl": OF_QWEN,
     "qwen2_5_vl": OF_QWEN,
-    "qwen2_5_omni_thinker": OF_QWEN,
+    "qwen2_5_omni_thinker": {**OF_QWEN, "vision_start_token_id": 151652},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 151652},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,
@@ -57,6 +63,7 @@ OPEN: dict[str, Values] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
+    "step3p5": {"sliding_window": 512},
     "xmod": {"default_language": "en_XX"},
 }
 """What the defaults of a configuration class leave open, as published models of the kind have it."""
@@ -69,6 +76,7 @@ SMALL: dict[str, Values] = {
     "hrm_text": {"num_hidden_layers": 2, "num_layers_per_stack": None},
     "longcat_flash": {"num_layers": 2, "num_hidden_layers": 4},
     "mamba2": {"num_heads": 8, "head_dim": 16},
+    "mistral4": {"qk_nope_head_dim": 8, "qk_head_dim": 16, "head_dim": 16},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {"axial_pos_embds": False},
     "zamba": {
@@ -93,7 +101,8 @@ SIZES = {
     VOCABULARY: "max_position_embeddings max_seq_len mamba_d_ssm encoder_hash_byte_group_vocab",
     HIDDEN: "hidden_size attention_hidden_size embedding_size word_embed_proj_dim backbone_hidden_size lru_width "
     "input_embedding_size output_embedding_size embedding_dim pronunciation_embed_dim shape_embed_dim output_channels "
-    "ext_pw_out_channel depthwise_separable_out_channel nemo_conv_channels image_size crop_size hidden_size_global",
+    "ext_pw_out_channel depthwise_separable_out_channel nemo_conv_channels image_size crop_size hidden_size_global "
+    "out_hidden_size text_hidden_size audio_hidden_size",
     96: "intermediate_size intermediate_size_mlp dense_intermediate_size prefix_dense_intermediate_size ffn_dim "
     "encoder_ffn_dim decoder_ffn_dim ffn_hidden_size n_inner dff dim_ff feed_forward_size d_inner mlp_dim",
     32: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size "
@@ -110,7 +119,7 @@ SIZES = {
     "index_n_heads linear_num_value_heads linear_num_heads num_attention_heads_per_layer num_heads",
     2: "num_experts_per_tok moe_topk n_group num_expert_group encoder_layers linear_num_key_heads "
     "index_topk_blocks num_mem_blocks zero_expert_num kv_n_heads moe_top_k n_shared_experts num_shared_experts "
-    "num_encoder_layers num_blocks num_filters depths",
+    "num_encoder_layers num_blocks num_filters depths index_kpool",
     1: "topk_group",
 }
 SIZE_OF = {name: size for size, names in SIZES.items() for name in names.split()}
@@ -188,9 +197,10 @@ def small_rope(rope: Any, rotary_size: int) -> Any:
 
 
 def _sections(sections: list[int], total: int) -> list[int]:
-    """Returns as many sections in about the same proportions, with the given total."""
+    """Returns as many sections in about the same proportions, with the given total; equal neighbours stay equal."""
     small = [max(1, section * total // sum(sections)) for section in sections]
-    return [total - sum(small[1:]), *small[1:]]
+    small[-1 if sections[0] == sections[1] else 0] += total - sum(small)
+    return small
 
 
 FEWEST, MOST = 2, 4
@@ -291,13 +301,19 @@ def default_config(class_name: str, fewest_layers: int = FEWEST) -> PretrainedCo
             f"{class_name} is not a model class of Transformers {transformers.__version__}; give the name of a "
             "causal-LM class, such as LlamaForCausalLM"
         )
-    config = kind(**OPEN.get(kind.model_type, {}))
+    config = kind(**_left_open(kind))
     for name, value in config.to_dict().items():
         if value == 1.0 and isinstance(value, float) and _is_multiplier(name):
             setattr(config, name, MULTIPLIER)
     if getattr(config, "is_decoder", None) is False and not config.is_encoder_decoder:
         config.is_decoder = True  # otherwise BERT and its like are encoders
     return small_config(config, fewest_layers)
+
+
+def _left_open(kind: type[PretrainedConfig]) -> Values:
+    """Returns the values of `OPEN` for a class of configurations and the parts of its own."""
+    parts = {name: _left_open(part) for name, part in kind.sub_configs.items() if part is not AutoConfig}
+    return {**{name: values for name, values in parts.items() if values}, **OPEN.get(kind.model_type, {})}
 
 
 def _is_multiplier(name: str) -> bool:

@@ -13,6 +13,7 @@ not trained keeps nothing for backward, since nothing before its features has a 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ class Towers:
         the images of a micro-batch, with the masks of layers where the model's code makes masks of its own."""
         given, ids = self.given(batch), batch["input_ids"]
         side: dict[str, Any] = {IMAGES: None}
-        if not given:
+        if not given and (batch.get("attention_mask") is None or not self._counts_by_mask):
             return {}, side
         padded = cut.padded(ids.shape[1])
         places = cut.take(torch.arange(padded, device=ids.device), 0)
@@ -160,6 +161,19 @@ class Towers:
             return {}, side
         found = self._calls.tensors(ids, positions)  # some layers get no positions then
         return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}, side
+
+    @functools.cached_property
+    def _counts_by_mask(self) -> bool:
+        """Whether the code around the decoder counts positions by the mask of text alone, too."""
+        if self._table.weight.is_meta:
+            return False
+        mask = torch.tensor([[0, 1, 1]], device=self._table.weight.device)
+        embeddings, positions = like_embeddings(self._base, mask), None
+        with torch.no_grad(), contextlib.suppress(Exception):  # code that does not run on text alone
+            known = {"input_ids": torch.zeros_like(mask), "attention_mask": mask}
+            positions = self._run(known, lambda *args, **kwargs: embeddings).get("position_ids")
+        plain = torch.arange(3, device=mask.device)  # from another start they count the same
+        return positions is not None and bool((positions - positions[..., :1] != plain).any())
 
     # -- cost ------------------------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ from hf_helix.engine.proof.verdict import ComparedWindow, Proof, compare, float8
 from hf_helix.engine.recompute import modes_of
 from hf_helix.engine.seam import Seam
 from hf_helix.models.batch_inputs import LOSS_ALONE
-from hf_helix.models.causal_lm import build_causal_lm, check_causal_lm_class
+from hf_helix.models.causal_lm import build_causal_lm, check_causal_lm_class, classifier_classes
 from hf_helix.models.copies import copy_module
 from hf_helix.models.graph.context import LossTweaks
 from hf_helix.models.registry import family_of
@@ -89,8 +89,8 @@ class Subject:
 
     @classmethod
     def of(cls, given: Any, as_is: bool = False) -> Subject:
-        """Returns the subject of a model, a configuration, the name of a causal-LM class of Transformers, or a folder
-        or file with a configuration.
+        """Returns the subject of a model, a configuration, the name of a class of Transformers (a causal LM, or a
+        sequence classifier, whose decoder is compared), or a folder or file with a configuration.
 
         Raises:
             ValueError: `given` is none of these.
@@ -105,7 +105,7 @@ class Subject:
                 "'LlamaForCausalLM', or a folder with a config.json"
             )
         if is_class(given):
-            check_causal_lm_class(str(given))
+            check_causal_lm_class(str(given), also=classifier_classes())
             if as_is:
                 raise ValueError(
                     f"{given} is a class, which has no sizes of its own; leave as_is out, or give a config"

@@ -39,8 +39,8 @@ def test_operators_on_one_rank_do_not_communicate(capsys: pytest.CaptureFixture[
     [
         (["Gemma99ForCausalLM"], "Gemma99ForCausalLM is no class of Transformers"),
         (["GPT2Model"], "GPT2Model is no causal language model"),
-        (["BertForMaskedLM"], "alone; use BertLMHeadModel for it, and the stock Trainer for other tasks"),
-        (["T5ForConditionalGeneration"], "use the stock Trainer for other tasks and models"),
+        (["BertForMaskedLM"], "use BertLMHeadModel; HelixTrainer trains other heads"),
+        (["T5ForConditionalGeneration"], "the stock Trainer all else"),
         (["LlamaForCausalLMM"], "(did you mean 'LlamaForCausalLM'?)"),
         (["LlamaForCausalLM", "--operators", "--pp_size", "2"], "leave --pp_size out"),
     ],

@@ -24,6 +24,7 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     SiglipVisionConfig,
+    T5Config,
 )
 
 from hf_helix.models.causal_lm import build_causal_lm, check_head, text_part
@@ -33,12 +34,12 @@ SMALL = {"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 16}
 
 
 def test_a_model_without_a_head() -> None:
-    with pytest.raises(ValueError, match=r"GPT2Model has no language-model head: .* use GPT2LMHeadModel"):
+    with pytest.raises(ValueError, match=r"GPT2Model has no language-model head: use GPT2LMHeadModel;"):
         check_head(GPT2Model(GPT2Config(**SMALL)))
 
 
 def test_a_model_with_another_loss() -> None:
-    with pytest.raises(ValueError, match=r"GPT2DoubleHeadsModel is no causal language model: .* use GPT2LMHeadModel"):
+    with pytest.raises(ValueError, match=r"GPT2DoubleHeadsModel is no causal language model: use GPT2LMHeadModel;"):
         check_head(GPT2DoubleHeadsModel(GPT2Config(**SMALL)))
 
 
@@ -53,7 +54,7 @@ def test_classes_of_ones_own() -> None:
 
     config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=16)
     check_head(Own(config))
-    with pytest.raises(ValueError, match=r"Headless has no language-model head: .* use LlamaForCausalLM"):
+    with pytest.raises(ValueError, match=r"Headless has no language-model head: use LlamaForCausalLM;"):
         check_head(Headless(config))
 
 
@@ -90,11 +91,12 @@ def test_the_text_part_of_a_larger_model(made: Any) -> None:
 
 
 def test_other_tasks_are_told_what_exists() -> None:
-    """Of Bert no causal language model can be derived, so that it is not proposed."""
-    with pytest.raises(ValueError, match=r"use LlamaForCausalLM for it, and the stock Trainer for other tasks"):
+    with pytest.raises(ValueError, match=r"use LlamaForCausalLM; HelixTrainer trains other heads"):
         check_head(LlamaForSequenceClassification(LlamaConfig(**TEXT)))
-    with pytest.raises(ValueError, match=r"the stock Trainer for other tasks"):
+    with pytest.raises(ValueError, match=r"use BertLMHeadModel; HelixTrainer trains other heads"):
         check_head(BertForSequenceClassification(BertConfig(**TEXT)))
+    with pytest.raises(ValueError, match=r"of causal language models; .*the stock Trainer all else"):
+        build_causal_lm(T5Config())
     with pytest.raises(
         ValueError, match=r"no causal language model for LlavaConfig: .*a LlamaConfig, config\.text_config"
     ):

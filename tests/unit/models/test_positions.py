@@ -34,3 +34,19 @@ def test_positions_that_count_what_is_seen() -> None:
 def test_positions_that_count_everything(name: str) -> None:
     family = family_of(Subject.of(name).build())
     assert family.count_positions(IDS, MASK).equal(torch.arange(5).unsqueeze(0))
+
+
+@pytest.mark.parametrize("name", ["Qwen2_5OmniThinkerForConditionalGeneration", "Qwen2VLForConditionalGeneration"])
+def test_positions_that_the_code_around_a_decoder_counts(name: str) -> None:
+    """Of text alone, too: layers get the ropes of the model's own forward, at hidden tokens as well."""
+    model = Subject.of(name).build()
+    result: list[tuple[torch.Tensor, ...]] = []
+    layer: nn.Module = model.model.language_model.layers[0]
+    layer.register_forward_hook(
+        lambda module, args, kwargs, out: result.append(kwargs["position_embeddings"]), with_kwargs=True
+    )
+    model(IDS, attention_mask=MASK)
+    family = family_of(Subject.of(name).build())
+    side = family.side_inputs(model, {"input_ids": IDS, "attention_mask": MASK}, SequenceCut(), torch.ones(()))
+    for given, wanted in zip((side["given0"], side["given1"]), result[0], strict=True):
+        assert torch.equal(given.expand_as(wanted), wanted)
