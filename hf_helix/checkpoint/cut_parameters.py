@@ -5,8 +5,6 @@ Out:  parameters cut in place under their own names, empty for other pipeline ra
 Must hold: names and dtypes never change; all ranks start from rank 0's weights.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

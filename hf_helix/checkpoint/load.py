@@ -7,8 +7,6 @@ Must hold: nothing is written before every rank has checked names, shapes and dt
 and one more tensor; the weights do not depend on the layout of the ranks.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import hashlib

@@ -5,8 +5,6 @@ Out:  the tensors that PEFT saves, by the names in its own files.
 Must hold: PEFT selects the saved tensors and their names.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -8,8 +8,6 @@ is written. Ranks without access to
 rank 0's folder send their slices to rank 0. A failure on any rank is raised on all ranks.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import shutil

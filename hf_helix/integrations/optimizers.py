@@ -6,8 +6,6 @@ Must hold: an accepted optimizer updates a slice as the optimizer would update t
 blocks, which begin anew with each slice, up to the rounding of the states.
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

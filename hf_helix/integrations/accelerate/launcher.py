@@ -9,8 +9,6 @@ to it wherever they stand (see `layout`); without any of the four, the error sho
 read.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

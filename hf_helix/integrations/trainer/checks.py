@@ -11,8 +11,6 @@ The other places: `hf_helix.config` for options of `HelixConfig`, `hf_helix.engi
 an `Accelerator` and data loaders.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A checkpoint is, byte for byte, what `save_pretrained` of the whole model writes, and every rank writes its part."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import errno

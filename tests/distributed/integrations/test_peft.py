@@ -1,7 +1,5 @@
 """PEFT: LoRA on several ranks against the unsplit PEFT model and the stock Trainer; saved as PEFT saves; refusals."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
