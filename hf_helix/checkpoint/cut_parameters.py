@@ -2,14 +2,9 @@
 
 In:   a model with full parameters on every rank, or on the meta device; later, the cut model.
 Out:  parameters cut in place under their own names, empty for other pipeline ranks; full tensors, a few at a time.
-Must hold: names and dtypes never change; all ranks start from rank 0's weights. With ZeRO, few flat parameters are
-unsharded at a time and none stays unsharded, after errors, too; all ranks of a flat parameter unshard its tensors in
-the same order; every rank keeps the writes to its shard.
+Must hold: names and dtypes never change; all ranks start from rank 0's weights.
 """
 
-from __future__ import annotations
-
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from hf_helix.operators.param_shard import Placement
-from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.runtime.distributed.groups import control_group, receive_on_host, send_on_host
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.stage import Stage
@@ -168,59 +162,3 @@ def _fingerprint(parameter: nn.Parameter) -> Tensor:
     flat = parameter.detach().reshape(-1).double()
     weights = torch.linspace(0.5, 1.5, flat.numel(), dtype=flat.dtype, device=flat.device)
     return torch.stack((flat.sum(), flat @ weights))
-
-
-# -- unsharding ----------------------------------------------------------------------------------------------------
-
-
-MAX_UNSHARDED = 4
-"""The largest number of unsharded flat parameters; more for a unit with more, whose tensors come in any order."""
-
-
-class UnshardedParameters:
-    """The context in which sharded parameters, if any, can be unsharded for a while, and written to if `written`."""
-
-    def __init__(self, stage: Stage, written: bool = False) -> None:
-        self._flats = {
-            parameter: flat for flat in stage.flat_parameters if flat.is_sharded for parameter in flat.placements
-        }
-        self._written = written
-        self._max_unsharded = max(
-            [MAX_UNSHARDED, *(len(set(unit.flat_parameters.values())) for unit in stage.units.values())]
-        )
-        self._unsharded_flats: dict[FlatParameter, None] = {}  # in order of use
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether any parameter is sharded."""
-        return bool(self._flats)
-
-    def __enter__(self) -> UnshardedParameters:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for flat in list(self._unsharded_flats):
-            self._reshard(flat)
-
-    def unshard(self, tensor: Any) -> None:
-        """Unshards a tensor until some others have been unsharded. Collective over the ranks of the tensor's shards.
-        Raises RuntimeError if the tensor is unsharded already, outside of this context."""
-        flat = self._flats.get(tensor)
-        if flat is None:
-            return
-        if flat in self._unsharded_flats:
-            del self._unsharded_flats[flat]
-        else:
-            if len(self._unsharded_flats) == self._max_unsharded:
-                self._reshard(next(iter(self._unsharded_flats)))
-            flat.check_resharded()
-            flat.unshard(flat.gather())
-        self._unsharded_flats[flat] = None
-
-    def _reshard(self, flat: FlatParameter) -> None:
-        if self._written and flat.unsharded is not None:
-            flat.load_full(flat.unsharded)
-        flat.reshard()
-        del self._unsharded_flats[flat]

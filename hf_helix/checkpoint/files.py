@@ -1,14 +1,14 @@
-"""The files of a checkpoint: their layout, a slice of a tensor in them, temporary names, and publication.
+"""The files of a checkpoint: their layout, a part of a tensor in them, and publication.
 
-In:   names, dtypes and shapes of full tensors; later, the slices of each process.
+In:   names, dtypes and shapes of full tensors; later, the parts of each process.
 Out:  the tensors on disk, the file of each (`model.safetensors`, or several files with an index) and its offset; files
       with the bytes of `safetensors.torch.save_file`:
 
     8 bytes: length of the header | header: JSON with dtype, shape and offsets of every tensor | tensors in order
 
 Must hold: names, files and order are those of the uncut model's `save_pretrained`; all ranks find the same layout. Only
-the header is kept in memory; a slice goes to its offsets in the file without a copy (from a GPU: with a copy); no two
-slices write the same byte, so their order does not matter. Earlier files stay usable until the new files are complete,
+the header is kept in memory; a part goes to its offsets in the file without a copy (from a GPU: with a copy); no two
+parts write the same byte, so their order does not matter. Earlier files stay usable until the new files are complete,
 if the process is killed, too; the next save deletes the remains of an unfinished save. After an error a rank writes
 nothing more and reports at the end, so the ranks stay in step. Rank 0 alone publishes.
 """
@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import math
+import operator
 import os
 import re
 import shutil
@@ -38,7 +40,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from hf_helix.checkpoint.reader import INDEX_NAME, open_safetensors, persistent_tensors
-from hf_helix.operators.param_shard import COPIED, Placement
+from hf_helix.operators.param_shard import COPIED
 from hf_helix.runtime.distributed.agreement import all_gather_object, decide_on_rank_0
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
@@ -89,22 +91,27 @@ class FileLayout:
             file.truncate(self.size)
 
 
-def write_slice(
-    file: int, start: int, shape: Sequence[int], value: Tensor, placement: Placement, size: int, rank: int
-) -> None:
-    """Writes a rank's slice of a tensor, which begins at byte `start`, to its offsets in a file: contiguous for a slice
-    along the first dimension, else a piece for each index of the dimensions before."""
-    value = value.detach().cpu()
-    dim = placement.dim
-    if dim is None or size == 1:
-        _write(file, _bytes(value.reshape(1, -1))[0], start)
+def write_box(file: int, start: int, shape: Sequence[int], offset: Sequence[int], box: Tensor) -> None:
+    """Writes a part of a tensor, which begins at byte `start`, to its offsets in a file, a piece for each run of bytes.
+
+    Args:
+        file: the descriptor of an open file.
+        start: the first byte of the tensor.
+        shape: of the full tensor.
+        offset: of the part in the full tensor, an index for each dimension.
+        box: the part.
+    """
+    if not box.numel():
         return
-    bounds = placement.bounds(size, rank)
-    inner = math.prod(shape[dim + 1 :]) * value.itemsize
-    for part, (first, _) in zip(value.split([last - first for first, last in bounds], dim), bounds, strict=True):
-        if part.numel():
-            for row, data in enumerate(_bytes(part.reshape(math.prod(shape[:dim]), -1))):
-                _write(file, data, start + (row * shape[dim] + first) * inner)
+    value = box.detach().cpu()
+    dim = max((dim for dim, length in enumerate(shape) if value.shape[dim] != length), default=0)
+    inner = [math.prod(shape[after + 1 :]) * value.itemsize for after in range(len(shape))]  # bytes between indices
+    indices = itertools.product(
+        *(range(at, at + length) for at, length in zip(offset[:dim], value.shape, strict=False))
+    )
+    for index, data in zip(indices, _bytes(value.reshape(math.prod(value.shape[:dim]), -1)), strict=True):
+        place = sum(map(operator.mul, (*index, *offset[dim:]), inner))
+        _write(file, data, start + place)
 
 
 def _bytes(rows: Tensor) -> np.ndarray:
@@ -155,6 +162,13 @@ class CheckpointLayout:
         about = {"metadata": {"total_parameters": count, **split.metadata}, "weight_map": split.tensor_to_filename}
         return cls(tensors, split.tensor_to_filename, files, about if split.is_sharded else None)
 
+    def create(self, folder: Path) -> None:
+        """Makes every file in its full size, and the index. Called on rank 0 alone."""
+        for name, file in self.files.items():
+            file.create(folder / name)
+        if self.index is not None:
+            (folder / INDEX_NAME).write_text(json.dumps(self.index, indent=2, sort_keys=True) + "\n")
+
 
 def tensors_on_disk(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors of `save_pretrained` for a model's state, by the names on disk."""
@@ -176,91 +190,87 @@ def _meta_tensors(model: Any, stage: Stage, mesh: Mesh) -> dict[str, Tensor]:
     return {name: torch.empty(shapes[name], dtype=tensors[name].dtype, device="meta") for name in tensors}
 
 
-# -- under temporary names ---------------------------------------------------------------------------------------------
+# -- in a folder aside -------------------------------------------------------------------------------------------------
 
 
+_ASIDE = ".helix-"
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """The part of a tensor on disk that a rank writes: slice `rank` of `size`, or the full tensor."""
+    """A part of a tensor on disk that a rank writes: its offset in the full tensor, and its shape."""
 
     key: str
-    placement: Placement = COPIED
-    size: int = 1
-    rank: int = 0
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class PendingCheckpoint:
-    """The files of a checkpoint under temporary names, with a part, `token`, that is equal on every rank."""
+@contextlib.contextmanager
+def staged(folder: Path) -> Iterator[Path]:
+    """Yields an empty folder whose files rank 0 moves into `folder` at the end; after an error nothing is moved.
+    Collective."""
 
-    folder: Path
-    token: str
-    layout: CheckpointLayout
+    def make() -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(f"{_ASIDE}*"):  # of a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        return Path(mkdtemp(prefix=_ASIDE, dir=folder))
 
-    def path(self, name: str) -> Path:
-        """Returns the temporary path of a file."""
-        return self.folder / f".helix-{self.token}-{name}.tmp"
+    aside = decide_on_rank_0(make)
+    try:
+        yield aside
+        decide_on_rank_0(lambda: _move(aside, folder))
+    finally:
+        if rank() == 0:
+            shutil.rmtree(aside, ignore_errors=True)
 
-    def create(self) -> None:
-        """Makes every file in its full size, and a probe for `writers`. Called on rank 0 alone."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for name, file in self.layout.files.items():
-            file.create(self.path(name))
-        self.path("probe").write_bytes(bytes(world_size()))
 
-    def writers(self) -> set[int]:
-        """Returns the ranks whose writes arrive in rank 0's files. Collective."""
-        with contextlib.suppress(OSError), self.path("probe").open("r+b") as file:
-            os.pwrite(file.fileno(), b"x", rank())
-        if world_size() > 1:
-            dist.barrier(control_group())
-        marks = decide_on_rank_0(self.path("probe").read_bytes)
-        return {number for number, mark in enumerate(marks) if mark}
+def _move(aside: Path, folder: Path) -> None:
+    """Moves files into a folder; weights take the place of all files of earlier weights, adapters lie beside them."""
+    written = [path.relative_to(aside) for path in aside.rglob("*") if path.is_file()]
+    for path in written:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (aside / path).replace(folder / path)
+    names = {path.name for path in written}
+    for path in folder.iterdir() if any(map(WEIGHTS.fullmatch, names)) else ():
+        if path.name not in names and (WEIGHTS.fullmatch(path.name) or path.name == INDEX_NAME):
+            path.unlink()
 
-    def publish(self) -> None:
-        """Gives the files their names, and deletes files of earlier and of unfinished saves. Called on rank 0 alone."""
-        for name in self.layout.files:
-            self.path(name).replace(self.folder / name)
-        for file in self.folder.iterdir():
-            is_left_over = file.name.startswith(".helix-") and file.name.endswith(".tmp")
-            if is_left_over or (WEIGHTS.fullmatch(file.name) and file.name not in self.layout.files):
-                file.unlink()
-        index = self.folder / INDEX_NAME
-        if self.layout.index is None:
-            index.unlink(missing_ok=True)
-        else:
-            index.write_text(json.dumps(self.layout.index, indent=2, sort_keys=True) + "\n")
 
-    def remove(self) -> None:
-        """Deletes the temporary files."""
-        with contextlib.suppress(OSError):
-            for file in self.folder.glob(f".helix-{self.token}-*.tmp"):
-                file.unlink()
+def find_writers(aside: Path) -> set[int]:
+    """Returns the ranks whose writes arrive in a folder that rank 0 has made. Collective."""
+    probe = aside / "probe"
+    decide_on_rank_0(lambda: probe.write_bytes(bytes(world_size())))
+    with contextlib.suppress(OSError), probe.open("r+b") as file:
+        os.pwrite(file.fileno(), b"x", rank())
+    if world_size() > 1:
+        dist.barrier(control_group())
+    marks = decide_on_rank_0(probe.read_bytes)
+    if rank() == 0:
+        probe.unlink()
+    return {number for number, mark in enumerate(marks) if mark}
 
 
 class PendingFiles:
-    """The open files of a pending checkpoint on this rank. The first error is recorded instead of raised, so the ranks
-    stay in step; nothing is written after an error."""
+    """The files of a checkpoint, opened on this rank. The first error is recorded instead of raised, so the ranks stay
+    in step; nothing is written after an error."""
 
-    def __init__(self, pending: PendingCheckpoint) -> None:
+    def __init__(self, folder: Path, layout: CheckpointLayout) -> None:
         self.error: OSError | None = None
-        self._pending = pending
+        self._folder, self._layout = folder, layout
         self._open: dict[str, int] = {}
 
     def write(self, part: TensorPart, value: Tensor) -> None:
         """Writes a part of a tensor to its offsets in its file."""
         if self.error is not None:
             return
-        layout = self._pending.layout
-        name = layout.file_of[part.key]
+        layout, name = self._layout, self._layout.file_of[part.key]
         with self._noted():
             if name not in self._open:
-                self._open[name] = os.open(self._pending.path(name), os.O_WRONLY)
+                self._open[name] = os.open(self._folder / name, os.O_WRONLY)
             start, shape = layout.files[name].starts[part.key], layout.tensors[part.key].shape
-            write_slice(self._open[name], start, shape, value, part.placement, part.size, part.rank)
+            write_box(self._open[name], start, shape, part.offset, value)
 
     def close(self) -> None:
         """Flushes all writes to the disk, on every rank: rank 0 could only flush the writes of its own host."""
@@ -275,31 +285,6 @@ class PendingFiles:
             yield
         except OSError as error:
             self.error = self.error or error
-
-
-# -- staged --------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def staged(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder whose files are moved into `folder` at the end. Called on rank 0 alone."""
-    folder.mkdir(parents=True, exist_ok=True)
-    aside = Path(mkdtemp(prefix=".helix-", dir=folder))
-    try:
-        if (folder / "README.md").is_file():  # PEFT adds to an existing card
-            shutil.copy2(folder / "README.md", aside)
-        yield aside
-        written = [path for path in aside.rglob("*") if path.is_file()]
-        kept = {path.name for path in written if WEIGHTS.fullmatch(path.name)}
-        for path in folder.iterdir() if kept else ():  # adapters may lie beside the files of their model
-            if WEIGHTS.fullmatch(path.name) and path.name not in kept:
-                path.unlink()
-        for path in written:
-            target = folder / path.relative_to(aside)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            path.replace(target)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def check_files(paths: Iterable[Path], expected: Mapping[str, Tensor]) -> None:

@@ -7,13 +7,12 @@ Must hold: nothing is written before every rank has checked names, shapes and dt
 and one more tensor; the weights do not depend on the layout of the ranks.
 """
 
-from __future__ import annotations
-
 import copy
+import functools
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,15 @@ from torch.utils import swap_tensors
 from transformers import AutoConfig, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from hf_helix.checkpoint.cut_parameters import UnshardedParameters, materialize
-from hf_helix.checkpoint.reader import FLOATS, Checkpoint, Reader, Source, match_tensors, persistent_tensors
+from hf_helix.checkpoint.cut_parameters import materialize
+from hf_helix.checkpoint.peft import adapter_file, adapter_names
+from hf_helix.checkpoint.reader import FLOATS, Checkpoint, Source, match_tensors, persistent_tensors
 from hf_helix.models.causal_lm import build_causal_lm
-from hf_helix.operators.communication.transport import Axis
-from hf_helix.operators.param_shard import COPIED, Placement
+from hf_helix.operators.param_shard import COPIED
 from hf_helix.planning.text import shorten_list
 from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks, on_all_ranks
 from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.local_parameters import LocalParameter, local_parameters
 from hf_helix.runtime.stage import Stage
 
 
@@ -47,144 +47,180 @@ def load_parameters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) ->
         ValueError: on every rank, before anything is written: a file is missing, cut off or no safetensors; tensors are
             missing, unknown, or of another shape or dtype. Names the file and the tensors.
     """
-    tensors = model_tensors(model, stage, mesh)
+    target = Target(model, stage, mesh)
     checkpoint = on_all_ranks(lambda: Checkpoint(Path(folder)))
-    sources = on_all_ranks(lambda: _sources(model, tensors, checkpoint))
-    about = "\n".join(f"{key} {list(shape)} {dtype}" for key, (_, shape, dtype) in checkpoint.tensors.items())
-    check_same_on_all_ranks(about, f"tensors in {folder}")
-    materialize(model, stage, mesh)
-    with UnshardedParameters(stage, written=True) as unsharded:
-        for name, source in sources.items():
-            if tensors[name].is_local:
-                out = model.get_parameter_or_buffer(name)
-                unsharded.unshard(out)
-                with checkpoint.reader() as reader:
-                    tensors[name].read(source, name, out, model, reader)
+    target.fill({name: (checkpoint, source) for name, source in target.sources(checkpoint).items()})
 
 
-@dataclass(frozen=True)
-class ModelTensor:
-    """A tensor of the model, and this rank's slice."""
+@torch.no_grad()
+def load_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> None:
+    """Reads the adapters of a cut model from a folder of `save_full`, written on any layout. Collective. Raises
+    ValueError, on every rank and before anything is written, if a file is missing or damaged, or holds other tensors.
+    """
+    target = Target(model, stage, mesh)
+    sources: dict[str, tuple[Checkpoint, Source]] = {}
+    for adapter, names in adapter_names(model).items():
+        checkpoint = on_all_ranks(functools.partial(_open_adapter, adapter_file(folder, adapter)))
+        sources |= {name: (checkpoint, source) for name, source in target.sources(checkpoint, names).items()}
+    target.fill(sources)
 
-    name: str  # the first of its names in the model
-    shape: tuple[int, ...] | None  # of the full tensor; None if unknown on this rank, which holds nothing of the tensor
-    is_float: bool
-    is_local: bool
-    placement: Placement
-    axis: Axis  # the ranks of the slices
 
-    @property
-    def bounds(self) -> list[tuple[int, int]]:
-        """The first and the last index, exclusive, of every block of this rank's slice."""
-        return self.placement.bounds(self.axis.size, self.axis.rank)
+def _open_adapter(path: Path) -> Checkpoint:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; {_OF_ADAPTERS}")
+    return Checkpoint(path)
 
-    def read(self, source: Source, name: str, out: Tensor, model: Any, reader: Reader) -> None:
-        """Reads this rank's slice of parameter `name` into `out`, and if possible no other part of the tensor."""
-        placement = self.placement
-        if source.converter is None:
-            self.copy_slice(reader.slice(source.names[0]), out)
-        elif source.is_cut_stack(placement):
-            ((first, last),) = self.bounds
-            out.copy_(source.part(first, last).convert(model, reader.tensor)[name])
+
+_OF_ADAPTERS = "give a folder to which the adapters of this model were saved"
+
+
+class Target:
+    """The tensors of a model, with the part of this rank.
+
+    Attributes:
+        tensors: the tensors of `state_dict`, by every name in the model; of a cut model, this rank's slices.
+    """
+
+    def __init__(self, model: Any, stage: Stage, mesh: Mesh) -> None:
+        self.tensors = persistent_tensors(model)
+        self._model, self._stage, self._mesh = model, stage, mesh
+        self._first_names: dict[int, str] = {}  # of tied weights, by the id of their tensor
+        for name, tensor in self.tensors.items():
+            self._first_names.setdefault(id(tensor), name)
+        placements, owners = stage.all_placements, stage.owners
+        self._slices = {
+            name: LocalParameter(self._first_name(name), placement, mesh.axis_of(placement))
+            for name, tensor in self.tensors.items()
+            if owners.get(tensor, stage.rank) == stage.rank
+            for placement in [placements.get(tensor, COPIED)]
+        }
+
+    def _first_name(self, name: str) -> str:
+        return self._first_names[id(self.tensors[name])]
+
+    def sources(self, checkpoint: Checkpoint, names: Mapping[str, str] | None = None) -> dict[str, Source]:
+        """Returns the source of every tensor, by one of the tensor's names. Collective.
+
+        Args:
+            checkpoint: with the sources.
+            names: the names of the wanted tensors on disk, each with its name in the model; None for the full model.
+
+        Raises:
+            ValueError: on every rank, with all differences.
+        """
+        sources = on_all_ranks(lambda: self._checked(checkpoint, names))
+        about = "\n".join(f"{key} {list(shape)} {dtype}" for key, (_, shape, dtype) in checkpoint.tensors.items())
+        check_same_on_all_ranks(about, f"tensors in {checkpoint.folder}")
+        return sources
+
+    def _checked(self, checkpoint: Checkpoint, names: Mapping[str, str] | None) -> dict[str, Source]:
+        keys = checkpoint.tensors.keys()
+        if names is None:
+            wanted: Iterable[str] = self.tensors
+            sources, unknown = match_tensors(self._model, keys)
         else:
-            self.copy_slice(source.convert(model, reader.tensor)[name], out)
+            wanted = names.values()
+            sources = [Source(names[key], {key: [key]}) for key in keys if key in names]
+            unknown = sorted(keys - names.keys())
+        by_tensor: dict[str, dict[str, Source]] = {self._first_name(name): {} for name in wanted}
+        problems: list[str] = []
+        for source in sources:
+            for name, shape in self._shapes(source, checkpoint, problems).items():
+                if name not in self.tensors:
+                    unknown.append(name)
+                    continue
+                by_tensor[self._first_name(name)][name] = source
+                if shape is not None and name in self._slices:
+                    problems += self._misfits(name, shape, source, checkpoint)
+        missing = [name for name, candidates in by_tensor.items() if not candidates]
+        if missing:
+            problems.append(f"nothing for {shorten_list(missing)}")
+        if unknown:
+            problems.append(f"the model has no place for {shorten_list(unknown)}")
+        if not problems:
+            problems += self._unequal(by_tensor.values(), checkpoint)
+        if problems:
+            about = f"the weights in {checkpoint.folder} do not fit this {type(self._model).__name__}"
+            instead = "give the folder that belongs to its config" if names is None else _OF_ADAPTERS
+            raise ValueError(f"{about}: " + "\n  ".join([f"{problems[0]}; {instead}", *problems[1:]]))
+        return dict(next(iter(candidates.items())) for candidates in by_tensor.values())
 
-    def copy_slice(self, full: Any, out: Tensor) -> None:
-        """Copies this rank's slice of a full tensor, or of any object that supports indexing."""
-        dim = self.placement.dim
-        if dim is None:
-            out.copy_(full[...])
-            return
-        parts = out.detach().split([last - first for first, last in self.bounds], dim)
-        for part, (first, last) in zip(parts, self.bounds, strict=True):
-            part.copy_(full[(*[slice(None)] * dim, slice(first, last))])
+    def _shapes(self, source: Source, checkpoint: Checkpoint, problems: list[str]) -> dict[str, Any]:
+        """Returns the shapes of the parameters of a source, tried on the meta device; None after a failure."""
+        try:
+            made = source.convert(self._model, checkpoint.meta_tensor)
+        except Exception as error:
+            problems.append(f"{source.target} cannot be made of {shorten_list(source.names)}: {error}")
+            return {source.target: None}
+        return {name: tuple(tensor.shape) for name, tensor in made.items()}
+
+    def _misfits(self, name: str, shape: tuple[int, ...], source: Source, checkpoint: Checkpoint) -> list[str]:
+        """Returns problems with the shape and the dtypes of a source."""
+        tensor = self.tensors[name]
+        full = self._slices[name].full_shape(tensor)
+        if full != shape:
+            return [f"{name} is {list(shape)} there, and {list(full)} in the model"]
+        types = {key: checkpoint.tensors[key].dtype for key in source.names}
+        odd = [
+            f"{key} is {dtype}" for key, dtype in types.items() if (dtype in FLOATS) is not tensor.is_floating_point()
+        ]
+        return [f"{shorten_list(odd)}; numbers must be one of {', '.join(FLOATS)}"] if odd else []
+
+    def _unequal(self, by_tensor: Iterable[Mapping[str, Source]], checkpoint: Checkpoint) -> list[str]:
+        """Returns problems with tied weights: a single tensor in the model, several unequal tensors in the folder."""
+        problems = []
+        for sources in (each for each in by_tensor if len(each) > 1 and not each.keys() - self._slices.keys()):
+            values = []
+            for name, source in sources.items():
+                tensor, about = self.tensors[name], self._slices[name]
+                shape = about.placement.shape(about.full_shape(tensor), about.axis.size, about.axis.rank)
+                values.append(torch.empty(shape, dtype=tensor.dtype))
+                self._read(name, checkpoint, source, about, values[-1])
+            if not all(torch.equal(values[0], value) for value in values[1:]):
+                problems.append(
+                    f"{' and '.join(sources)} differ, and are one in the model; use tie_word_embeddings=False"
+                )
+        return problems
+
+    def fill(self, sources: Mapping[str, tuple[Checkpoint, Source]]) -> None:
+        """Reads this rank's part of every tensor from its source, by one of the tensor's names."""
+        parts = _materialized_parts(self._model, self._stage, self._mesh)
+        for name, (checkpoint, source) in sources.items():
+            if name in self._slices:
+                self._read(name, checkpoint, source, *parts[self._first_name(name)])
+        self._stage.mark_weights_stale()
+
+    def _read(self, name: str, checkpoint: Checkpoint, source: Source, about: LocalParameter, out: Tensor) -> None:
+        """Reads this rank's part of a tensor, and if possible no other part."""
+        with checkpoint.reader() as reader:
+            if source.converter is None:
+                _copy_part(about, reader.slice(source.names[0]), out)
+            elif source.is_cut_stack(about.placement):
+                ((first, last),) = about.placement.bounds(about.axis.size, about.axis.rank)
+                made = source.part(first, last).convert(self._model, reader.tensor)[name]
+                _copy_part(replace(about, placement=COPIED), made, out)
+            else:
+                _copy_part(about, source.convert(self._model, reader.tensor)[name], out)
 
 
-def model_tensors(model: Any, stage: Stage, mesh: Mesh) -> dict[str, ModelTensor]:
-    """Returns all tensors of a checkpoint of the model, by every name in the model."""
-    owners, placements = stage.owners, stage.all_placements
-    made: dict[int, ModelTensor] = {}
-    by_name = {}
+def _materialized_parts(model: Any, stage: Stage, mesh: Mesh) -> dict[str, tuple[LocalParameter, Tensor]]:
+    """Gives this rank's part of a model memory, and returns every tensor of a checkpoint by its first name: the part
+    of this rank, or its shard of the part, and the position of the part."""
+    for flat in stage.flat_parameters:
+        flat.check_resharded()
+    materialize(model, stage, mesh)
+    local = local_parameters(model, stage, mesh)
+    parts: dict[str, tuple[LocalParameter, Tensor]] = {about.name: (about, stepped) for stepped, about in local.items()}
     for name, tensor in persistent_tensors(model).items():
-        if id(tensor) not in made:
-            placement, is_local = placements.get(tensor, COPIED), owners.get(tensor, stage.rank) == stage.rank
-            has_shape = tensor.numel() > 0 or is_local
-            shape = placement.full_shape(tensor.shape) if has_shape else None
-            axis = mesh.axis_of(placement)
-            made[id(tensor)] = ModelTensor(name, shape, tensor.is_floating_point(), is_local, placement, axis)
-        by_name[name] = made[id(tensor)]
-    return by_name
+        if not isinstance(tensor, nn.Parameter):
+            parts[name] = LocalParameter(name, COPIED, mesh.axis_of(COPIED)), tensor
+    return parts
 
 
-def _sources(model: Any, tensors: Mapping[str, ModelTensor], checkpoint: Checkpoint) -> dict[str, Source]:
-    """Returns the source of every tensor, by one of the tensor's names. Raises ValueError with all differences."""
-    sources, unknown = match_tensors(model, checkpoint.tensors)
-    by_tensor: dict[str, dict[str, Source]] = {tensor.name: {} for tensor in tensors.values()}
-    problems: list[str] = []
-    for source in sources:
-        for name, shape in _shapes(source, model, checkpoint, problems).items():
-            if name not in tensors:
-                unknown.append(name)
-                continue
-            by_tensor[tensors[name].name][name] = source
-            if shape is not None:
-                problems += _misfits(tensors[name], name, shape, source, checkpoint)
-    missing = [name for name, candidates in by_tensor.items() if not candidates]
-    if missing:
-        problems.append(f"nothing for {shorten_list(missing)}")
-    if unknown:
-        problems.append(f"the model has no place for {shorten_list(unknown)}")
-    if not problems:
-        problems += _unequal(model, tensors, by_tensor, checkpoint)
-    if problems:
-        about = f"the weights in {checkpoint.folder} do not fit this {type(model).__name__}"
-        raise ValueError(
-            f"{about}: " + "\n  ".join([f"{problems[0]}; give the folder that belongs to its config", *problems[1:]])
-        )
-    return dict(next(iter(candidates.items())) for candidates in by_tensor.values())
-
-
-def _shapes(source: Source, model: Any, checkpoint: Checkpoint, problems: list[str]) -> dict[str, Any]:
-    """Returns the shapes of the parameters of a source, tried on the meta device; None after a failure."""
-    try:
-        made = source.convert(model, checkpoint.meta_tensor)
-    except Exception as error:
-        problems.append(f"{source.target} cannot be made of {shorten_list(source.names)}: {error}")
-        return {source.target: None}
-    return {name: tuple(tensor.shape) for name, tensor in made.items()}
-
-
-def _misfits(tensor: ModelTensor, name: str, shape: Any, source: Source, checkpoint: Checkpoint) -> list[str]:
-    """Returns problems with the shape and the dtypes of a source."""
-    if tensor.shape not in (None, shape):
-        return [f"{name} is {list(shape)} there, and {list(tensor.shape or ())} in the model"]
-    types = {key: checkpoint.tensors[key].dtype for key in source.names}
-    odd = [f"{key} is {dtype}" for key, dtype in types.items() if (dtype in FLOATS) is not tensor.is_float]
-    return [f"{shorten_list(odd)}; numbers must be one of {', '.join(FLOATS)}"] if odd else []
-
-
-def _unequal(
-    model: Any,
-    tensors: Mapping[str, ModelTensor],
-    by_tensor: Mapping[str, Mapping[str, Source]],
-    checkpoint: Checkpoint,
-) -> list[str]:
-    """Returns problems with tied weights: a single tensor in the model, several unequal tensors in the folder."""
-    problems = []
-    for name, sources in by_tensor.items():
-        if len(sources) == 1 or not tensors[name].is_local:
-            continue
-        values = []
-        for other, source in sources.items():
-            with checkpoint.reader() as reader:
-                held = tensors[name]
-                assert held.shape is not None
-                shape = held.placement.shape(held.shape, held.axis.size, held.axis.rank)
-                values.append(torch.empty(shape, dtype=model.get_parameter_or_buffer(name).dtype))
-                tensors[name].read(source, other, values[-1], model, reader)
-        if not all(torch.equal(values[0], value) for value in values[1:]):
-            problems.append(f"{' and '.join(sources)} differ, and are one in the model; use tie_word_embeddings=False")
-    return problems
+def _copy_part(about: LocalParameter, full: Any, out: Tensor) -> None:
+    """Copies this rank's part of a full tensor, or of any object that supports indexing."""
+    for offset, piece in about.pieces(out.detach()).items():
+        piece.copy_(full[tuple(slice(at, at + length) for at, length in zip(offset, piece.shape, strict=True)) or ...])
 
 
 # -- models on the meta device, and random weights --------------------------------------------------------------------
@@ -228,26 +264,23 @@ def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage,
     on_meta = copy.deepcopy(model)  # takes no memory
     pieces = modules_drawn_apart(model, layers)
     check_pieces(on_meta, pieces)
-    materialize(model, stage, mesh)
-    tensors = model_tensors(model, stage, mesh)
+    parts = _materialized_parts(model, stage, mesh)
     # One buffer for all pieces: a buffer for each piece would fragment the allocator.
     sizes = [sum(weight.numel() for weight in on_meta.get_submodule(piece).parameters()) for piece in pieces]
     buffer = torch.empty(max(sizes), dtype=model.dtype)
-    with UnshardedParameters(stage, written=True) as unsharded:
-        for piece in pieces:
-            names = [name for name, _ in model.get_submodule(piece).named_parameters(piece)]
-            names = [name for name in names if tensors[name].is_local and tensors[name].name == name]
-            if not names:
-                continue
-            with torch.random.fork_rng(devices=[]):
-                # `torch.manual_seed` would seed the generators of GPUs as well, which are not restored here.
-                own = int.from_bytes(hashlib.sha256(f"{seed} {piece}".encode()).digest()[:7], "big")
-                torch.default_generator.manual_seed(own)
-                _move_into(on_meta.get_submodule(piece), buffer).apply(on_meta._init_weights)
-            for name in names:
-                out = model.get_parameter(name)
-                unsharded.unshard(out)
-                tensors[name].copy_slice(on_meta.get_parameter(name), out)
+    for piece in pieces:
+        names = [name for name, _ in model.get_submodule(piece).named_parameters(piece) if name in parts]
+        if not names:
+            continue
+        with torch.random.fork_rng(devices=[]):
+            # `torch.manual_seed` would seed the generators of GPUs as well, which are not restored here.
+            own = int.from_bytes(hashlib.sha256(f"{seed} {piece}".encode()).digest()[:7], "big")
+            torch.default_generator.manual_seed(own)
+            _move_into(on_meta.get_submodule(piece), buffer).apply(on_meta._init_weights)
+        for name in names:
+            about, out = parts[name]
+            _copy_part(about, on_meta.get_parameter(name), out)
+    stage.mark_weights_stale()
 
 
 def modules_drawn_apart(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:

@@ -7,8 +7,6 @@ Must hold: a run resumed in the same layout has the same bits. In another layout
 values are quantized again.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any

@@ -50,10 +50,10 @@ class StoredTensor(NamedTuple):
 
 
 class Checkpoint:
-    """The safetensors files of a folder.
+    """The safetensors files of a folder, or a single file.
 
     Attributes:
-        folder: of the checkpoint.
+        folder: of the checkpoint, or the path of the file.
         tensors: every tensor, by its name on disk.
 
     Raises:
@@ -199,8 +199,9 @@ def persistent_tensors(model: nn.Module) -> dict[str, Any]:
 def _files(folder: Path) -> list[tuple[Path, set[str]]]:
     """Returns the files of a checkpoint, each with the names of its tensors in the index."""
     single, index = folder / SINGLE_NAME, folder / INDEX_NAME
-    if single.is_file():
-        return [(single, set())]
+    for path in (folder, single):
+        if path.is_file():
+            return [(path, set())]
     if index.is_file():
         try:
             file_of = json.loads(index.read_text())["weight_map"]

@@ -2,18 +2,18 @@
 
 In:   a cut model, its stage and its mesh; a folder.
 Out:  the files of the uncut model's `save_pretrained`: the same names, tensors and bytes.
-Must hold: no tensor is gathered except ZeRO shards, a few layers at a time. Offsets in files are known beforehand
-(`files`), so slices go straight to their offsets (`folders`), and of replicas one is written. Ranks without access to
+Must hold: no tensor is gathered except ZeRO shards of tensors that lie otherwise on disk, a few layers at a time.
+Offsets in files are known beforehand (`files`), so slices and shards go straight to their offsets, and of replicas one
+is written. Ranks without access to
 rank 0's folder send their slices to rank 0. A failure on any rank is raised on all ranks.
 """
 
-from __future__ import annotations
-
+import functools
 import inspect
-import uuid
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from hf_helix.checkpoint.cut_parameters import UnshardedParameters, join_slices
+from hf_helix.checkpoint.cut_parameters import join_slices
 from hf_helix.checkpoint.files import (
     CheckpointLayout,
-    PendingCheckpoint,
     PendingFiles,
     TensorPart,
     check_files,
+    find_writers,
     staged,
     tensors_on_disk,
 )
@@ -35,13 +35,18 @@ from hf_helix.checkpoint.peft import adapter_file, adapter_names
 from hf_helix.checkpoint.reader import Source, match_tensors, persistent_tensors
 from hf_helix.models.peft import is_peft
 from hf_helix.operators.param_shard import COPIED, Placement
+from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0
 from hf_helix.runtime.distributed.groups import control_group, receive_on_host, send_on_host
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.divided import full_of
+from hf_helix.runtime.local_parameters import LocalParameter, local_parameters
 from hf_helix.runtime.stage import Stage
 
 _MAX_SHARD_SIZE = inspect.signature(PreTrainedModel.save_pretrained).parameters["max_shard_size"].default
+CARD = "README.md"
+MAX_GATHERED = 4
+"""The largest number of flat parameters that are gathered at a time."""
 
 
 def save_pretrained(
@@ -50,18 +55,25 @@ def save_pretrained(
     """Writes the model as an ordinary Hugging Face checkpoint, and deletes the files of an earlier save once complete.
     Collective. Raises OSError if this rank could not write, ValueError with the rank if another rank could not."""
     layout = CheckpointLayout.of(model, stage, mesh, _MAX_SHARD_SIZE if max_shard_size is None else max_shard_size)
-    pending = PendingCheckpoint(Path(folder), decide_on_rank_0(lambda: uuid.uuid4().hex), layout)
-    try:
-        decide_on_rank_0(pending.create)
-        files = PendingFiles(pending)
-        _Writer(model, stage, mesh, files, layout, pending.writers()).write()
+    for flat in stage.flat_parameters:
+        flat.check_resharded()
+    with staged(Path(folder)) as aside:
+        decide_on_rank_0(lambda: layout.create(aside))
+        files = PendingFiles(aside, layout)
+        _Writer(model, stage, mesh, files, layout, find_writers(aside)).write()
         files.close()
         agree_on_success(files.error)
-        decide_on_rank_0(lambda: _publish(model, pending))
-    except BaseException:
-        if rank() == 0:
-            pending.remove()
-        raise
+        decide_on_rank_0(lambda: _complete(model, layout, aside))
+
+
+def _complete(model: Any, layout: CheckpointLayout, folder: Path) -> None:
+    """Checks the written tensors, and adds the other files of `save_pretrained`."""
+    check_files([folder / name for name in layout.files], layout.tensors)
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
 
 
 def save_full(model: Any, folder: str | Path, max_shard_size: int | str | None = None) -> None:
@@ -84,16 +96,25 @@ def save_full(model: Any, folder: str | Path, max_shard_size: int | str | None =
         state[key] = made[id(values[key])]
     options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
 
-    def write() -> None:
+    def write(aside: Path) -> None:
         on_meta = {key: value.to("meta") for key, value in state.items()}
-        with staged(Path(folder)) as aside:
-            type(model).save_pretrained(model, str(aside), state_dict=state, **options)  # the instance may refuse
-            for adapter, names in of_adapters.items():
-                check_files([adapter_file(aside, adapter)], {key: on_meta[name] for key, name in names.items()})
-            if not of_adapters:
-                check_files(sorted(aside.glob("*.safetensors")), tensors_on_disk(model, on_meta))
+        if Path(folder, CARD).is_file():  # PEFT adds to an existing card
+            shutil.copy2(Path(folder, CARD), aside)
+        type(model).save_pretrained(model, str(aside), state_dict=state, **options)  # the instance may refuse
+        for adapter, names in of_adapters.items():
+            check_files([adapter_file(aside, adapter)], {key: on_meta[name] for key, name in names.items()})
+        if not of_adapters:
+            check_files(sorted(aside.glob("*.safetensors")), tensors_on_disk(model, on_meta))
 
-    decide_on_rank_0(write)
+    with staged(Path(folder)) as aside:
+        decide_on_rank_0(lambda: write(aside))
+
+
+class _Job(NamedTuple):
+    """The parts that this rank writes of a source, and a function from the slices of its parameters to their values."""
+
+    parts: list[TensorPart]
+    values: Callable[[Mapping[str, Tensor]], Iterable[Tensor]]
 
 
 class _Writer:
@@ -108,50 +129,73 @@ class _Writer:
         self.files = files
         self.writers = writers
         self.tensors = persistent_tensors(model)
-        self.unsharded = UnshardedParameters(stage)
         self.placements, self.owners, self.rank = stage.all_placements, stage.owners, stage.rank
-        self._given: dict[tuple[int, ...], dict[int, int]] = {}  # bytes by rank, among the ranks with the same slice
+        self._flats: dict[Tensor, FlatParameter] = {p: flat for flat in stage.flat_parameters for p in flat.placements}
+        self._gathered = functools.lru_cache(MAX_GATHERED)(lambda flat: flat.views(flat.gather()))
+        local = local_parameters(model, stage, mesh)
+        self._stepped = {self.tensors[about.name]: (about, stepped) for stepped, about in local.items()}
+        self._given: dict[tuple[int, ...], dict[int, int]] = {}  # bytes by rank, among the ranks with the same part
 
     def write(self) -> None:
         """Writes every tensor, in an order equal on all ranks. Collective."""
         sources, unknown = match_tensors(self.model, self.layout.tensors)
         assert not unknown, f"tensors that no parameter is made of: {unknown}"
-        jobs = [self._parts(source) for source in sources]
-        others = self._parts_of_others({number: parts for number, parts in enumerate(jobs) if parts})
-        with self.unsharded:
-            for number, (source, parts) in enumerate(zip(sources, jobs, strict=True)):
-                self._unshard(source)
-                if parts is not None:
-                    for part, value in zip(parts, self._values(source), strict=True):
-                        self._put(part, value)
-                for sender, theirs in others.items():
-                    for part in theirs.get(number, ()):
-                        self.files.write(part, self._receive(part, sender))
+        jobs = [self._job(source) for source in sources]
+        others = self._parts_of_others({number: job.parts for number, job in enumerate(jobs) if job and job.parts})
+        for number, (source, job) in enumerate(zip(sources, jobs, strict=True)):
+            slices = self._slices(source)
+            if job is not None:
+                for part, value in zip(job.parts, job.values(slices), strict=True):
+                    self._put(part, value)
+            for sender, theirs in others.items():
+                for part in theirs.get(number, ()):
+                    self.files.write(part, self._receive(part, sender))
 
-    def _unshard(self, source: Source) -> None:
-        """Unshards the parameters of a source. Collective over the ranks of their shards."""
-        if self.unsharded.is_needed:
-            for name in source.convert(self.model, self.layout.tensors.__getitem__):
-                self.unsharded.unshard(self.tensors[name])
+    def _slices(self, source: Source) -> dict[str, Tensor]:
+        """Returns this rank's slices of the parameters of a source that is converted. Collective over the ranks of
+        their shards; nobody converts shards."""
+        if source.converter is None:
+            return {}
+        names = source.convert(self.model, self.layout.tensors.__getitem__)
+        held = {name: self.tensors[name] for name in names}
+        return {
+            name: self._gathered(self._flats[tensor])[tensor] if tensor in self._flats else tensor.detach()
+            for name, tensor in held.items()
+        }
 
-    def _parts(self, source: Source) -> list[TensorPart] | None:
-        """Returns the parts of a source that this rank writes; None if it holds nothing, or another replica writes."""
+    def _job(self, source: Source) -> _Job | None:
+        """Returns what this rank writes of a source; None if it holds nothing, or another replica writes."""
         tensor = self.tensors[source.target]
         placement = self.placements.get(tensor, COPIED)
         axis = self.mesh.axis_of(placement)
-        if self.owners.get(tensor, 0) != self.rank or not self._has_turn(source, placement):
+        if self.owners.get(tensor, 0) != self.rank or not self._has_turn(source, tensor, placement):
             return None
-        if source.converter is None:
-            is_mine = placement.dim is not None or axis.rank == 0
-            return [TensorPart(source.names[0], placement, axis.size, axis.rank)] if is_mine else []
         if source.is_cut_stack(placement):
+            # On disk, experts are numbered among all experts; the conversion numbers this rank's experts from 0.
             ((first, last),) = placement.bounds(axis.size, axis.rank)
-            return [TensorPart(key) for key in source.part(first, last).names]
-        return [TensorPart(key) for key in source.names] if axis.rank == 0 else []
+            names = source.part(0, last - first).names
+            return _Job(
+                self._full(source.part(first, last).names),
+                lambda slices: self._reverted({source.target: slices[source.target]}, names),
+            )
+        is_first = axis.rank == 0
+        if source.converter is not None:
+            return _Job(self._full(source.names if is_first else []), lambda slices: self._joined(slices, source.names))
+        about, stepped = self._stepped.get(tensor, (LocalParameter(source.target, placement, axis), tensor))
+        pieces = about.pieces(stepped.detach()) if placement.dim is not None or is_first else {}
+        parts = [TensorPart(source.names[0], offset, tuple(piece.shape)) for offset, piece in pieces.items()]
+        return _Job(parts, lambda _: pieces.values())
 
-    def _has_turn(self, source: Source, placement: Placement) -> bool:
-        """Returns whether this rank has written the fewest bytes so far, among the ranks with the same slice."""
+    def _full(self, names: Sequence[str]) -> list[TensorPart]:
+        shapes = {name: tuple(self.layout.tensors[name].shape) for name in names}
+        return [TensorPart(name, (0,) * len(shape), shape) for name, shape in shapes.items()]
+
+    def _has_turn(self, source: Source, tensor: Tensor, placement: Placement) -> bool:
+        """Returns whether this rank has written the fewest bytes so far, among the ranks with the same part."""
         group = self.mesh.replica_group_of(placement)
+        if source.converter is None and tensor in self._flats:  # replicas have other shards, but for copies
+            copies = self._flats[tensor].copies
+            group = None if copies is None else copies.group
         if group is None:
             return True
         ranks = dist.get_process_group_ranks(group)
@@ -163,27 +207,20 @@ class _Writer:
         given[chosen] += sum(self.layout.tensors[key].nbytes for key in source.names)
         return rank() == chosen
 
-    def _values(self, source: Source) -> list[Tensor]:
-        """Returns the values of `_parts`. Collective over the ranks of the slices, if slices must be joined first."""
-        tensor = self.tensors[source.target]
-        placement = self.placements.get(tensor, COPIED)
-        axis = self.mesh.axis_of(placement)
-        if source.converter is None:
-            return [tensor.detach()] if placement.dim is not None or axis.rank == 0 else []
-        if source.is_cut_stack(placement):
-            # On disk, experts are numbered among all experts; the conversion numbers this rank's experts from 0.
-            made = revert_weight_conversion(self.model, {source.target: tensor.detach()})
-            return [made[key] for key in source.part(0, len(tensor)).names]
-        joined = {}
-        for name in source.convert(self.model, self.layout.tensors.__getitem__):
-            held = self.tensors[name]
-            joined[name] = join_slices(held.detach(), self.placements.get(held, COPIED), self.mesh)
-        if axis.rank > 0:
-            return []
-        made = revert_weight_conversion(
-            self.model, {name: value for name, value in joined.items() if value is not None}
-        )
-        return [made[key] for key in source.names]
+    def _joined(self, slices: Mapping[str, Tensor], names: Sequence[str]) -> list[Tensor]:
+        """Returns the tensors on disk of parameters that are joined first, on the first rank of the axis. Collective
+        over the ranks of the slices."""
+        joined = {
+            name: join_slices(held, self.placements.get(self.tensors[name], COPIED), self.mesh)
+            for name, held in slices.items()
+        }
+        full = {name: value for name, value in joined.items() if value is not None}
+        return self._reverted(full, names) if full else []
+
+    def _reverted(self, values: dict[str, Tensor], names: Sequence[str]) -> list[Tensor]:
+        """Returns tensors on disk, made of values of parameters."""
+        made = revert_weight_conversion(self.model, values)
+        return [made[name] for name in names]
 
     # -- ranks without access to the folder
 
@@ -202,17 +239,6 @@ class _Writer:
             send_on_host(value, 0)
 
     def _receive(self, part: TensorPart, sender: int) -> Tensor:
-        tensor = self.layout.tensors[part.key]
-        value = torch.empty(part.placement.shape(tensor.shape, part.size, part.rank), dtype=tensor.dtype)
+        value = torch.empty(part.shape, dtype=self.layout.tensors[part.key].dtype)
         receive_on_host(value, sender)
         return value
-
-
-def _publish(model: Any, pending: PendingCheckpoint) -> None:
-    check_files([*map(pending.path, pending.layout.files)], pending.layout.tensors)
-    pending.publish()
-    model.config.architectures = [type(model).__name__]
-    model.config.dtype = str(model.dtype).removeprefix("torch.")
-    model.config.save_pretrained(pending.folder)
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(pending.folder)

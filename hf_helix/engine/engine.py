@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_helix.checkpoint.cut_parameters import is_cut
-from hf_helix.checkpoint.load import load_parameters
-from hf_helix.checkpoint.peft import load_adapters
+from hf_helix.checkpoint.load import load_adapters, load_parameters
 from hf_helix.checkpoint.save import save_full, save_pretrained
 from hf_helix.config import AUTO, HelixConfig
 from hf_helix.engine.advice import Advice

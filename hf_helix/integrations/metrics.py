@@ -1,7 +1,5 @@
 """Gathers the samples of metrics from all data-parallel ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ Must hold: an accepted optimizer updates a slice as the optimizer would update t
 blocks, which begin anew with each slice, up to the rounding of the states.
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 
@@ -22,42 +20,16 @@ from hf_helix.runtime.divided import plain_parameters
 
 ELEMENT, BLOCK, MATRIX, MODEL = GRANULARITIES = ("element", "block", "matrix", "model")
 """What an optimizer reads to update an element: the element alone; the elements of a block with a common scale, as of
-states in 8 bits; a matrix; more than a matrix, or unknown. A class says so by the attribute `granularity`."""
+states in 8 bits, which as little as kernels for devices alone can step on the host; a matrix; more than a matrix, or
+unknown. A class says so by the attribute `granularity`."""
 
 NAMES = {
-    ELEMENT: (
-        "adamw_torch",
-        "adamw_torch_fused",
-        "sgd",
-        "adagrad",
-        "rmsprop",
-        "schedule_free_adamw",
-        "schedule_free_sgd",
-        "schedule_free_radam",
-        "adamw_anyprecision",
-        "adamw_torch_npu_fused",
-        "adamw_torch_xla",
-        "ademamix",
-        "lion_32bit",
-        "paged_adamw_32bit",
-        "paged_ademamix_32bit",
-        "paged_lion_32bit",
-        "rmsprop_bnb",
-        "rmsprop_bnb_32bit",
-    ),
-    BLOCK: (
-        "adamw_8bit",
-        "adamw_bnb_8bit",
-        "adamw_torch_4bit",
-        "adamw_torch_8bit",
-        "ademamix_8bit",
-        "lion_8bit",
-        "paged_adamw_8bit",
-        "paged_ademamix_8bit",
-        "paged_lion_8bit",
-        "rmsprop_bnb_8bit",
-    ),
-    MATRIX: ("adafactor", "apollo_adamw", "galore_adafactor", "galore_adamw", "galore_adamw_8bit", "stable_adamw"),
+    ELEMENT: "adamw_torch adamw_torch_fused sgd adagrad rmsprop schedule_free_adamw schedule_free_sgd "
+    "schedule_free_radam adamw_anyprecision",
+    BLOCK: "adamw_8bit adamw_bnb_8bit adamw_torch_4bit adamw_torch_8bit adamw_torch_npu_fused adamw_torch_xla ademamix "
+    "ademamix_8bit lion_32bit lion_8bit paged_adamw_32bit paged_adamw_8bit paged_ademamix_32bit paged_ademamix_8bit "
+    "paged_lion_32bit paged_lion_8bit rmsprop_bnb rmsprop_bnb_32bit rmsprop_bnb_8bit",
+    MATRIX: "adafactor apollo_adamw galore_adafactor galore_adamw galore_adamw_8bit stable_adamw",
 }
 """Values of `TrainingArguments.optim` by granularity; all others are of `MODEL`."""
 
@@ -88,9 +60,6 @@ LIBRARIES = {
     "torchao": BLOCK,
 }
 """The granularity of the optimizers of a package."""
-
-ON_DEVICE = ("adamw_torch_npu_fused", "adamw_torch_xla", "ademamix", "lion", "paged", "rmsprop_bnb")
-"""Beginnings of the values of `TrainingArguments.optim` whose kernels are for devices alone."""
 
 LAYERWISE = ("LAMB", "LARS", "PytorchLARS")
 """Optimizers of bitsandbytes that scale the step of a matrix by its norm."""

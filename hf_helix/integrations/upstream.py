@@ -7,8 +7,6 @@ error when the class is made: the override would silently be without effect. Nam
 need no check: a missing name raises.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -9,8 +9,6 @@ Refusals here concern options of Accelerate. The other places: `hf_helix.config`
 `optimizers.py` for optimizers.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

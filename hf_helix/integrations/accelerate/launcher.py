@@ -9,8 +9,6 @@ to it wherever they stand (see `layout`); without any of the four, the error sho
 read.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -81,10 +79,8 @@ def options_in(file: Path | None) -> HelixConfig | None:
 
 def _helix_options(options: Any, source: str) -> HelixConfig | None:
     is_ours = bool(os.environ.get(CONFIG_FILE_VARIABLE))  # and may have options at its top
-    if is_ours and (has_helix_block(options) or not _layout_block(options)):
+    if has_helix_block(options) or (is_ours and not _layout_block(options)):
         return HelixConfig.from_contents(options, source)
-    if has_helix_block(options):
-        return HelixConfig.from_mapping(options["parallelism_config"]["helix"], source)
     return None
 
 

@@ -8,8 +8,6 @@ Must hold: what another library says keeps its meaning or is refused by name: sh
 `HelixConfig` or another layout is an error that names both.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace

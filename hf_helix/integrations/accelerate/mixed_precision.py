@@ -1,7 +1,5 @@
 """Mixed precision of a cut model that is called: what `Accelerator.prepare` does to a model that it wraps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from accelerate.utils import convert_outputs_to_fp32

@@ -7,8 +7,6 @@ Must hold: a checkpoint is either complete or absent; an unusable checkpoint is 
 written; counters, rotation, uploads and the choice of the best model stay the stock Trainer's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -11,8 +11,6 @@ The other places: `hf_helix.config` for options of `HelixConfig`, `hf_helix.engi
 an `Accelerator` and data loaders.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -23,15 +21,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from hf_helix.config import HelixConfig
 from hf_helix.engine.recompute import problems_of
 from hf_helix.integrations.accelerate.checks import launch_problems
-from hf_helix.integrations.optimizers import (
-    BLOCK,
-    FUSED_OPTIMIZERS,
-    MODEL,
-    NAMES,
-    ON_DEVICE,
-    check_trainers_optimizer,
-    cuts_of,
-)
+from hf_helix.integrations.optimizers import FUSED_OPTIMIZERS, MODEL, NAMES, check_trainers_optimizer, cuts_of
 from hf_helix.integrations.trainer.trl import SFT_TRAINER, name_of
 from hf_helix.runtime.distributed.mesh import check_joined
 
@@ -108,10 +98,7 @@ def _problems_of_optim(name: str, config: HelixConfig) -> list[str]:
         use = f"use optim='adamw_torch_fused', or leave out offload={config.offload!r}"
     if name in FUSED_OPTIMIZERS:
         return [f"optim={name!r}: {use}: it updates parameters in a backward pass of the whole model, which never runs"]
-    granularity = next((each for each, names in NAMES.items() if name in names), MODEL)
-    if config.offload and name.startswith(ON_DEVICE):
-        granularity = BLOCK
-    cuts = cuts_of(config, granularity)
+    cuts = cuts_of(config, next((each for each, names in NAMES.items() if name in names.split()), MODEL))
     return [f"optim={name!r}: {use}: {cuts}"] if cuts else []
 
 

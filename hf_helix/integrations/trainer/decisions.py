@@ -7,8 +7,6 @@ Must hold: flags set at another moment, such as by a signal handler, wait for th
 writes nothing and does not keep the trainer alive.
 """
 
-from __future__ import annotations
-
 import re
 import weakref
 from pathlib import Path

@@ -5,8 +5,6 @@ Out:  losses, logits and labels as the stock Trainer's, each sample once.
 Must hold: a run whose stock Trainer would return further outputs is refused before the first batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ Out:  what the function returns for the full head, on every rank of a batch.
 Must hold: TRL is not imported; heads of models that are not cut, such as a reference model's, run TRL's own function.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -6,8 +6,6 @@ Must hold: no rank waits for a trial that never comes; options that would end a 
 stock Trainer lets rank 0 choose the trials and sends the trials to the others, which expect `n_trials` trials.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any

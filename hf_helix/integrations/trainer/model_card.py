@@ -8,8 +8,6 @@ appears; totals of the stock card count a batch once, not once for every rank th
 only for the needs of the stock card, and a card is written without a network, too.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math

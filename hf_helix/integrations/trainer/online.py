@@ -6,8 +6,6 @@ Must hold: ranks that share a batch have the same slice and draw alike; figures 
 imported.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -5,8 +5,6 @@ Out:  whether code above the decoder computes the loss; then the model is called
 Must hold: the built-in loss, which is computed within the plan, is that of causal language models, and nothing else.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import Trainer

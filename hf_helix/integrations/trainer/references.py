@@ -5,8 +5,6 @@ Out:  the model, cut in place over the same ranks. Calls without gradients retur
 Must hold: models of other classes or sizes, such as reward models, stay full on every rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

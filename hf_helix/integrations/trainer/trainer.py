@@ -9,8 +9,6 @@ The other parts of the mixin: `training_step` (windows out of the stock loop's s
 `hyperparameter_search`. `stock` (the Trainer) and `trl` (SFTTrainer) describe the class under the mixin.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -10,8 +10,6 @@ of a single micro-batch; every returned loss was computed; a step in `train()` c
     training_step 2...   return the losses of the other micro-batches
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence

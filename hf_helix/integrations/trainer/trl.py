@@ -6,8 +6,6 @@ Must hold: where the loss of SFTTrainer is the built-in one, `SFTTrainer.compute
 figures for the logs, need not be called. TRL is not imported.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

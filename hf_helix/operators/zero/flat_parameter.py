@@ -230,10 +230,6 @@ class FlatParameter:
         self.gather_axis.transport.all_gather(buffer, own)
         return buffer
 
-    def load_full(self, buffer: Tensor) -> None:
-        """Copies this rank's shard from a full buffer with new values, for example of a loaded checkpoint."""
-        self.shard.copy_(buffer[self._begin : self._begin + self.shard.numel()])
-
     def unshard(self, buffer: Tensor) -> None:
         """Makes the parameters views of a full buffer, until `reshard` or another `unshard`. Where the buffer has
         another type, the parameters stay placeholders, and `cast` returns views of the buffer."""

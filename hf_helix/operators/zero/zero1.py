@@ -83,10 +83,6 @@ class Zero1FlatParameter(FlatParameter):
         self.refresh()()
         return self.buffer
 
-    def load_full(self, buffer: Tensor) -> None:
-        super().load_full(buffer)
-        self.mark_stale()
-
 
 def apply_zero1(
     units: Sequence[Unit], shard_axes: ShardAxes, autocast_dtype: torch.dtype | None, host_link: HostLink | None = None

@@ -1,7 +1,5 @@
 """What a cut model saves is the Hugging Face checkpoint of the whole one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights that no rank ever has whole, from a checkpoint or at random, against those of models that are made whole."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

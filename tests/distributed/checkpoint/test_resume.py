@@ -1,7 +1,5 @@
 """Checkpoints: a run goes on where it was, on the same layout bit for bit, on another within summation order."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """A checkpoint is, byte for byte, what `save_pretrained` of the whole model writes, and every rank writes its part."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import errno
@@ -26,11 +24,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.checkpoint import files as safetensors_file
-from hf_helix.checkpoint.files import FileLayout, staged, write_slice
+from hf_helix.checkpoint.files import FileLayout, staged, write_box
 from hf_helix.measure.memory import LiveBytes
+from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.zero.zero1 import zero1_flat_parameters
 from hf_helix.runtime.divided import plain_parameters
+from hf_helix.runtime.local_parameters import LocalParameter
 
 # What the ranks run
 
@@ -48,8 +48,9 @@ def save(folder: str, cases: dict[str, dict[str, Any]], apart: bool = False) -> 
         for name, case in cases.items():
             model = tiny(case["family"], **case.get("changes", {}))
             trainer = HelixTrainer(model=model, args=arguments(name), helix_config=HelixConfig(**case["helix"]))
-            pieces = [flat.buffer for flat in zero1_flat_parameters(trainer.helix.runner.stage.flat_parameters)]
-            counter = LiveBytes([*model.parameters(), *pieces])
+            flats = trainer.helix.runner.stage.flat_parameters
+            held = [*(flat.shard for flat in flats), *(flat.buffer for flat in zero1_flat_parameters(flats))]
+            counter = LiveBytes([*model.parameters(), *held])
             with counted() as written, counter:
                 trainer.helix.save_pretrained(name, case.get("size"))
             result[name] = {"written": sum(written), "peak": counter.peak}
@@ -136,7 +137,6 @@ def ask(folder: str, helix: dict[str, Any], lora: bool, alone: bool = False) -> 
 
 SMALL = "20KB"
 TOLD = 5000  # bytes of what ranks tell each other; the smallest model has 136960, its largest tensor 16768
-LAYER = 34600  # bytes of a layer of llama in one piece, padding included; eight of them are more than twice as many
 CASES: dict[str, dict[str, Any]] = {
     "rows and columns": {"family": "llama", "helix": {"tp_size": 2}, "size": SMALL},
     "a single file": {"family": "llama", "helix": {"tp_size": 2}, "changes": {"tie_word_embeddings": True}},
@@ -197,18 +197,12 @@ def largest(case: dict[str, Any]) -> int:
     return max(tensor.nbytes for tensor in tiny(case["family"], **case.get("changes", {})).parameters())
 
 
-def gathered(name: str) -> int:
-    """Bytes of what is whole at a time where weights are spread: four layers."""
-    return 4 * LAYER if name == "spread" else 0
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_gathered(name: str, written: tuple[Path, list[Any]]) -> None:
-    """Tensors that a save makes: none, but where experts lie otherwise on disk one slice of one layer's, and where
-    weights are spread four layers."""
+    """Tensors that a save makes: none, but where experts lie otherwise on disk one slice of one layer's."""
     converted = largest(CASES[name]) // 2 if "experts" in name else 0
     for result in written[1]:
-        assert result[name]["peak"] <= converted + gathered(name) + TOLD
+        assert result[name]["peak"] <= converted + TOLD
 
 
 def test_hosts_that_share_no_folder(cluster_of: Any, tmp_path: Path) -> None:
@@ -218,7 +212,7 @@ def test_hosts_that_share_no_folder(cluster_of: Any, tmp_path: Path) -> None:
     for name, case in cases.items():
         assert_stock(tmp_path / "0" / name, case, tmp_path / name)
         assert other[name]["written"] == 0
-        assert writing[name]["peak"] <= largest(case) + gathered(name) + TOLD
+        assert writing[name]["peak"] <= largest(case) + TOLD
     assert writing["copies"]["peak"] <= TOLD
     assert not list((tmp_path / "1").rglob("*.safetensors"))
 
@@ -289,14 +283,15 @@ def test_slices_make_the_file(dim: int | None, blocks: tuple[int, ...], tmp_path
     layout.create(tmp_path / "ours")
     with (tmp_path / "ours").open("r+b") as file:
         for name, tensor in alone.items():
-            write_slice(file.fileno(), layout.starts[name], tensor.shape, tensor, Placement(), 1, 0)
+            write_box(file.fileno(), layout.starts[name], tensor.shape, (0,) * tensor.dim(), tensor)
         for rank in (2, 0, 1):
             for name, tensor in tensors.items():
                 length = 0 if dim is None else tensor.shape[dim]
                 parts = tuple(share * length // sum(blocks) for share in blocks)
                 placement = Placement(dim, length, blocks=parts)
-                part = placement.cut(tensor, 3, rank)
-                write_slice(file.fileno(), layout.starts[name], tensor.shape, part, placement, 3, rank)
+                about = LocalParameter(name, placement, Axis(SilentTransport(3, rank)))
+                for offset, box in about.pieces(placement.cut(tensor, 3, rank)).items():
+                    write_box(file.fileno(), layout.starts[name], tensor.shape, offset, box)
     save_file(tensors | alone, tmp_path / "theirs", metadata={"format": "pt"})
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 

@@ -1,7 +1,5 @@
 """States of parameters without a dimension are spread, saved and loaded as those of others; counts of steps are not."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace

@@ -2,8 +2,6 @@
 declares equals its unsplit model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

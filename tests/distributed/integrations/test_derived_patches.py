@@ -1,7 +1,5 @@
 """Code in the place of a derived model's own is what is traced, and so what is trained; or it is refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """QLoRA: LoRA on a base in 4 bits, against the stock Trainer and TRL's own trainers on the same base; refusals."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

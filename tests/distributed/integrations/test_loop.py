@@ -1,7 +1,5 @@
 """A loop of one's own around Accelerate does what it does around the unsplit model."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any

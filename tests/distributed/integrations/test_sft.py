@@ -1,7 +1,5 @@
 """TRL's SFTTrainer under the mixin trains as the stock one does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adapters where data-parallel ranks share parameters or the optimizer: as the stock Trainer with FSDP2, or DDP."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

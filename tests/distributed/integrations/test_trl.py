@@ -1,7 +1,5 @@
 """TRL's trainers under the mixin, unmodified: every logged figure of the stock trainer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

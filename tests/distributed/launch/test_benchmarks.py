@@ -1,7 +1,5 @@
 """Benchmarks with ranks of their own run to their end, and end with the status of a rank that fails."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The doctor counts and ranks in several processes, and finds what one finds."""
 
-from __future__ import annotations
-
 import pytest
 from support.simulated import cluster_with, on_meta
 

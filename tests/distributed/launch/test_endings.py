@@ -1,7 +1,5 @@
 """An error is said whole once, by the rank it arises on, and in the launcher's summary; other ranks say one line."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

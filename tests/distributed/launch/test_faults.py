@@ -1,7 +1,5 @@
 """What fails on one rank ends all of them soon, with its name, and the next run goes on from the last checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

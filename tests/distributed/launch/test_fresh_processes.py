@@ -1,7 +1,5 @@
 """What only a process of its own shows: what is imported, the same order under every hash seed, pipes that close."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

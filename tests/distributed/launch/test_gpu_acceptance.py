@@ -1,7 +1,5 @@
 """The acceptance on a GPU runs: every piece on the CPU with stand-ins; what fails, hangs or says nothing is a FAIL."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

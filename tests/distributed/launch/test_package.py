@@ -1,8 +1,6 @@
 """The sdist and the wheel hold the package and nothing else; from the wheel alone, the command runs, and what a user
 runs first."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`hf-helix profile` on two processes, which it starts by itself; the other commands read what it wrote."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

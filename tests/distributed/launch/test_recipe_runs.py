@@ -1,7 +1,5 @@
 """Recipes run as their pages say: they train, save what loads, and print what they promise."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

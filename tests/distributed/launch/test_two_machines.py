@@ -1,7 +1,5 @@
 """The launch file of a model card starts on two machines as the card says: two launchers of one process each, here."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

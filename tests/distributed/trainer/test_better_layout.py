@@ -1,7 +1,5 @@
 """A run of HelixTrainer says what `hf-helix doctor` found for it, and nothing if the doctor was asked for another."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Model cards of trainings on two ranks: rank 0 writes, and what it says is of all of them."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Context parallelism through the Trainer, its memory and its traffic, and what is refused."""
 
-from __future__ import annotations
-
 import functools
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the Trainer offers around the training step works on a cut model as it does on a whole one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Experts through the Trainer, experts that drop, routers that draw, and what is refused."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path

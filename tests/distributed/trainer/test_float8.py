@@ -1,7 +1,5 @@
 """fp8 linears: emulated on the CPU, against fp8 written out in the stock Transformers model, in several layouts."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -1,7 +1,5 @@
 """Models of images and text under HelixTrainer: figures and saved weights of the stock Trainer."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

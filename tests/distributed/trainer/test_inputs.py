@@ -1,7 +1,5 @@
 """Batches that the stock Trainer raises for are refused by name; those that it survives are survived, equally."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Figures of the logs of real trainings on two ranks, and the trace that a trainer writes."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Masks of tokens, of any form, where ranks share a sequence: a mask hides keys, and what queries give may be read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

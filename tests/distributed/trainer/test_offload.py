@@ -1,8 +1,6 @@
 """`offload="optimizer"` and `offload="parameters"`: bit for bit the run without them, on every layout; a run goes on
 with either and without."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 torchao, galore-torch, apollo-torch and torch-optimi are not among the packages of `make install`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

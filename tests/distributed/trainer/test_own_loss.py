@@ -1,7 +1,5 @@
 """Losses of the user's own under HelixTrainer: figures, predictions and saved weights of the stock Trainer."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

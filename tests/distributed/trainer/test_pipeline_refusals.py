@@ -1,7 +1,5 @@
 """Pipelines that cannot run are refused on every rank, with the same words."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """HelixTrainer over a pipeline does what the stock Trainer does: losses, norms, rates, evaluation, weights, metrics."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 The oracle is the stock Trainer with as many processes as there are data-parallel ranks, which all decide the same.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """Bad input is refused at construction, on every rank, naming the option and a value that works."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 rank keeps, sends and gathers what the formulas say.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Around the training step, HelixTrainer does what the stock Trainer does: logs, evaluation, checkpoints, callbacks."""
 
-from __future__ import annotations
-
 import gc
 import math
 import os

@@ -1,7 +1,5 @@
 """What scripts do to a trainer's model is right in every layout, or an error that names it. Stock is the oracle."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

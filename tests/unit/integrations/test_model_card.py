@@ -1,7 +1,5 @@
 """Model cards of real trainers: the stock card, the tag, and a section that says what was measured and no more."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

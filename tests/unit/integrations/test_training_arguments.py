@@ -1,7 +1,5 @@
 """docs/trainer.md is complete and true: it lists every training argument, and what it calls refused is refused."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import re

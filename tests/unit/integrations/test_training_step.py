@@ -1,7 +1,5 @@
 """An emulated link is settled where plans are chosen, and for a step by hand before its window: never inside of one."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
