@@ -73,32 +73,6 @@ class BoundInstruction:
         returns: the gathered weights without a later reader, likewise.
     """
 
-    __slots__ = (
-        "adds",
-        "adds_to",
-        "awaited",
-        "communicates",
-        "ends",
-        "frees",
-        "gathers",
-        "keeps",
-        "lane",
-        "microbatch",
-        "needs",
-        "op",
-        "place",
-        "prepare",
-        "reads",
-        "reduction",
-        "returns",
-        "run",
-        "sends",
-        "sizes",
-        "unit",
-        "weights",
-        "writes",
-    )
-
     def __init__(self, instruction: Instruction, units: Mapping[int, Unit], often_adding: OftenAdding) -> None:
         self.op = op = instruction.operator
         self.reduction = instruction.reduction
