@@ -307,10 +307,10 @@ class GradientReducer:
     ) -> list[Event]:
         if group is None and divisor == 1:
             return []
-        if any(_summed_in(dtype) is not dtype for dtype in _by_type(parameters)):
+        by_type = _by_type(parameters)
+        if any(_summed_in(dtype) is not dtype for dtype in by_type):
             self._limit_copies()
-        by_type = _by_type(parameters).values()
-        sums = [_summing([p.grad for p in group_of], group, divisor, self._mesh.link) for group_of in by_type]
+        sums = [_summing([p.grad for p in members], group, divisor, self._mesh.link) for members in by_type.values()]
         return [self._streams.issue(kind, reduce, after, label) for reduce in sums]
 
     def _limit_copies(self, always: bool = False) -> None:
