@@ -124,7 +124,7 @@ def timed(runner: Any, window: Any) -> float:
     """Seconds of a window on this rank, from the moment at which all ranks have met."""
     import torch.distributed as dist
 
-    from hf_helix.measure.overlap import forget_gradients
+    from hf_helix.runtime.runner import forget_gradients
 
     dist.barrier()
     start = time.perf_counter()

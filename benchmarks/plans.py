@@ -307,10 +307,11 @@ class Bench:
         from benchmarks.paper.ablate import ablate_profile, ablated
         from hf_helix.measure.memory import peak_bytes
         from hf_helix.measure.operators import measure_profile
-        from hf_helix.measure.overlap import forget_gradients, measure_overlap
+        from hf_helix.measure.overlap import measure_overlap
         from hf_helix.operators.communication.emulated_link import bare
         from hf_helix.planning.timing.profile_file import save_profile
         from hf_helix.runtime.distributed.agreement import all_gather_object
+        from hf_helix.runtime.runner import forget_gradients
         from hf_helix.tuning.candidates import plan_runners, predict_window
 
         options, batches = self.options, self.batches(count)
@@ -359,7 +360,8 @@ class Bench:
 
 def time_all(runners: Mapping[str, Any], windows: Mapping[str, Any], repeats: int) -> dict[str, list[float]]:
     """Returns the seconds of every round by name, all in turn, each window begun without gradients. Collective."""
-    from hf_helix.measure.overlap import forget_gradients, time_in_turn
+    from hf_helix.measure.overlap import time_in_turn
+    from hf_helix.runtime.runner import forget_gradients
 
     def train(name: str) -> None:
         forget_gradients(runners[name])

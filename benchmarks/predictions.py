@@ -45,14 +45,14 @@ from hf_helix.measure.cluster_file import measure_cluster, measure_device, measu
 from hf_helix.measure.links import measure_waiting
 from hf_helix.measure.machine import describe_device
 from hf_helix.measure.memory import peak_bytes
-from hf_helix.measure.overlap import forget_gradients, time_steps, transports
+from hf_helix.measure.overlap import time_steps, transports
 from hf_helix.operators.communication.transport import Recorder
 from hf_helix.planning.timing.cluster import Cluster, parse_cluster
 from hf_helix.planning.timing.sizes import Sizes
 from hf_helix.runtime.distributed.agreement import all_gather_object
-from hf_helix.runtime.distributed.mesh import build_mesh
+from hf_helix.runtime.distributed.mesh import mesh_of
 from hf_helix.runtime.microbatch import MicroBatch
-from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.runner import Runner, forget_gradients
 from hf_helix.runtime.streams import make_streams
 from hf_helix.tuning.candidates import plan_runners
 
@@ -227,7 +227,7 @@ def measure(options: argparse.Namespace, ranks: int) -> dict[str, dict[str, Any]
     files = {}
     for link in options.links:
         files[link] = dict(data)
-        measure_links(files[link], build_mesh(ranks, CPU, link=link), quiet)
+        measure_links(files[link], mesh_of(HelixConfig(tp_size=ranks, link=link), CPU), quiet)
     return {link: all_gather_object(file)[0] for link, file in files.items()}
 
 
@@ -235,7 +235,7 @@ def clusters_now(files: dict[str, dict[str, Any]], options: argparse.Namespace, 
     """Returns this machine by link, as fast as its device is now, and as ranks wait for each other now. Collective."""
     now: dict[str, Any] = {}
     if not options.cluster:
-        axis, streams = build_mesh(ranks, CPU, link=options.links[-1]).tp, make_streams(CPU)
+        axis, streams = mesh_of(HelixConfig(tp_size=ranks, link=options.links[-1]), CPU).tp, make_streams(CPU)
         device, waiting = measure_device(CPU, ranks, quiet), waiting_entry(measure_waiting(axis, streams, CPU))
         streams.close()
         now = all_gather_object({"device": device, "waiting_us": waiting})[0]

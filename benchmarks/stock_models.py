@@ -22,10 +22,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
-from hf_helix.measure.overlap import forget_gradients
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.microbatch import MicroBatch
-from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.runner import Runner, forget_gradients
 
 DDP, FSDP2, NATIVE_TP = "DDP", "FSDP2", "native TP"
 TOLERANCE = {None: 1e-4, torch.bfloat16: 2e-3}

@@ -31,7 +31,7 @@ from hf_helix.engine.proof.prove import SIZES, Subject, default_layouts, describ
 from hf_helix.engine.proof.verdict import Proof
 from hf_helix.models.registry import registered_elsewhere
 from hf_helix.runtime.distributed.agreement import all_gather_object, on_all_ranks
-from hf_helix.runtime.distributed.mesh import build_mesh, forget_meshes, mesh_of, world_size
+from hf_helix.runtime.distributed.mesh import forget_meshes, mesh_of, world_size
 from hf_helix.runtime.failures.endings import remote_description
 
 LayoutOptions = Mapping[str, Any]
@@ -262,7 +262,7 @@ def _prove_as_rank(
     for module in imports:
         importlib.import_module(module)
     if world == 1:
-        return prove(subject.build(config), config, build_mesh(1, "cpu"))
+        return prove(subject.build(config), config, mesh_of(HelixConfig(), "cpu"))
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     proof = _prove_here(subject, config)
     forget_meshes()

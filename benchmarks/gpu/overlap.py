@@ -26,13 +26,13 @@ from benchmarks.gpu.windows import silent_mesh
 from hf_helix.config import AUTO, HelixConfig
 from hf_helix.engine.synthetic import Workload
 from hf_helix.measure.operators import measure_profile
-from hf_helix.measure.overlap import forget_gradients, trace_window
+from hf_helix.measure.overlap import trace_window
 from hf_helix.operators.communication.transport import Transport
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.report.perfetto import write_perfetto
 from hf_helix.runtime.cuda_graphs import WindowGraphs
 from hf_helix.runtime.microbatch import MicroBatch
-from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.runner import Runner, forget_gradients
 from hf_helix.tuning.budget import Tier
 from hf_helix.tuning.candidates import baseline_runner, plan_runners, predict_window
 from hf_helix.tuning.tuner import tune

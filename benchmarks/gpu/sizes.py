@@ -23,10 +23,10 @@ from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.doctor.step import Case as DoctorCase
 from hf_helix.doctor.step import simulate_step
 from hf_helix.engine.synthetic import Workload
-from hf_helix.measure.overlap import forget_gradients
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.cluster import load_cluster
 from hf_helix.planning.timing.sizes import Sizes
+from hf_helix.runtime.runner import forget_gradients
 
 OFF = 0.10
 MICROBATCHES, REPEATS = 2, 3

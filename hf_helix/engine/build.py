@@ -177,8 +177,7 @@ def declare(
         of_slice = slice_buffers(make_buffers, mesh.tp.size, loss_tweaks.figures, dtype)
     host_link = mesh.host_link if config.offload else None
     if config.shard_parameters or config.streams_weights:
-        gathering = apply_zero3(units, mesh.shard_axes, autocast_dtype, host_link, config.streams_weights)
-        units = number_distinct_graphs(gathering)
+        units = number_distinct_graphs(apply_zero3(units, mesh.shard_axes, autocast_dtype, host_link))
     if config.shard_optimizer or host_link is not None:
         units = apply_zero1(units, mesh.shard_axes, autocast_dtype, host_link)
     called = [*family.side_modules(base), *(module for unit in units for module in unit.called)]

@@ -72,7 +72,7 @@ from hf_helix.runtime.distributed.agreement import (
 )
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.divided import DividedParameters, calling, full_of, is_calling, is_recording, plain_parameters
-from hf_helix.runtime.failures.heartbeat import collective, watched
+from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.failures.values import value_bounds
 from hf_helix.runtime.gradients.reduce import gradient_norm, set_aside
 from hf_helix.runtime.microbatch import MicroBatch
@@ -225,7 +225,7 @@ class Engine(Diagnostics):
         torch.nn.Module.to(self.model, device)
         self.reshard_parameters()
 
-    @collective
+    @watched()
     @plain_parameters()
     def tune(
         self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int, steps_left: int | None = None
@@ -243,7 +243,7 @@ class Engine(Diagnostics):
         """
         return self._tune(functools.partial(self._checked_window, batches, scale, step), len(batches), steps_left)
 
-    @collective
+    @watched()
     @plain_parameters()
     def tune_calls(self, steps_left: int | None = None) -> TuningResult | None:
         """Does what `tune` does where a caller computes the loss, with the calls of the last window. Collective."""
@@ -457,7 +457,7 @@ class Engine(Diagnostics):
             ValueError: this rank has slices of the model even then.
             RuntimeError: the context is entered already.
         """
-        return full_weights(self.model, self.runner.stage, self.mesh)
+        return full_weights(self.model, self.runner.stage, self.mesh, self.config)
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[Any]:
@@ -516,7 +516,7 @@ class Engine(Diagnostics):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
-    @collective
+    @watched()
     def save_pretrained(self, folder: str | Path, max_shard_size: int | str | None = None, model: Any = None) -> None:
         """Writes an ordinary Hugging Face checkpoint, each rank its part; of a PEFT model the adapters. Collective.
 

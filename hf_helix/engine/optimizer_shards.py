@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_helix.checkpoint.cut_parameters import has_slices
+from hf_helix.config import HelixConfig
 from hf_helix.models.direct_use import direct_use_allowed
 from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.operators.zero.host_shard import arrived
@@ -183,10 +184,10 @@ def _add_shards(add: Any, shards: Mapping[nn.Parameter, nn.Parameter], param_gro
 
 
 @contextlib.contextmanager
-def full_weights(model: Any, stage: Stage, mesh: Mesh) -> Iterator[Any]:
+def full_weights(model: Any, stage: Stage, mesh: Mesh, config: HelixConfig) -> Iterator[Any]:
     """Yields the model with full weights, see `Engine.full_weights`."""
     if has_slices(stage, mesh):
-        sizes = [f"{name}={size}" for name, size in mesh.option_sizes.items() if size > 1]
+        sizes = [f"{name}={size}" for name, size in config.option_sizes.items() if size > 1]
         raise ValueError(
             f"full_weights() with {' and '.join(sizes)}: every rank has slices of the model, even with all that "
             "data-parallel ranks have spread; save the model, and load it with from_pretrained(folder)"

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hf_helix import __version__
-from hf_helix.config import parse_link
+from hf_helix.config import HelixConfig, parse_link
 from hf_helix.measure.device import (
     CPU_BLOCK,
     GPU_BLOCK,
@@ -39,7 +39,7 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.cluster import load_cluster, shipped_clusters
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.groups import backend_of, host_name
-from hf_helix.runtime.distributed.mesh import Mesh, build_mesh, world_size
+from hf_helix.runtime.distributed.mesh import Mesh, mesh_of, world_size
 from hf_helix.runtime.streams import make_streams
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -63,7 +63,7 @@ def measure_cluster(
     data["device"] = measure_device(device, per_node, show)
     notes = {}
     if world_size() > 1:
-        mesh = build_mesh(per_node, device, cp_size=nodes, link=link)
+        mesh = mesh_of(HelixConfig(tp_size=per_node, cp_size=nodes, link=link), device)
         notes = measure_links(data, mesh, show)
     data["name"] = f"{nodes * per_node} x {data['device']['name']}, measured"
     about = f"on {datetime.date.today()} with `hf-helix cluster`, hf_helix {__version__}, torch {torch.__version__}, "

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_helix.measure.overlap import STATES, forget_gradients
+from hf_helix.measure.overlap import STATES
 from hf_helix.operators.zero.zero1 import zero1_flat_parameters
 from hf_helix.planning.graph.backward import SEND
 from hf_helix.planning.schedule.memory import MemoryLimit, Passes
@@ -28,7 +28,7 @@ from hf_helix.planning.window.layout import Name
 from hf_helix.planning.window.passes import MAX_COPIES
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.microbatch import MicroBatch
-from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.runner import Runner, forget_gradients
 from hf_helix.runtime.trace import Trace
 
 FRAGMENTS = 0.05

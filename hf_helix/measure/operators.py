@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hf_helix.measure.machine import machine
 from hf_helix.measure.memory import operator_memory
-from hf_helix.measure.overlap import forget_gradients, transports
+from hf_helix.measure.overlap import transports
 from hf_helix.measure.progress import Progress
 from hf_helix.measure.timing import (
     ISSUING,
@@ -59,7 +59,7 @@ from hf_helix.runtime.executor import BoundInstruction, issue_gather, no_sources
 from hf_helix.runtime.gradients.buckets import Bucket
 from hf_helix.runtime.gradients.reduce import GradientReducer
 from hf_helix.runtime.microbatch import MicroBatch
-from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.runner import Runner, forget_gradients
 from hf_helix.runtime.streams import CudaStreams
 from hf_helix.runtime.trace import Span
 

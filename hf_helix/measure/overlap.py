@@ -33,7 +33,7 @@ from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.gradients.buckets import Bucket
 from hf_helix.runtime.gradients.reduce import reduce_all_gradients
 from hf_helix.runtime.microbatch import MicroBatch
-from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.runner import Runner, forget_gradients
 from hf_helix.runtime.trace import Trace, common, merge
 
 
@@ -339,12 +339,6 @@ def _timed(work: Callable[[], Any], runner: Runner) -> float:
     work()
     runner.executor.streams.synchronize()
     return time.perf_counter() - start
-
-
-def forget_gradients(runner: Runner) -> None:
-    """Leaves the parameters without gradients, as between two optimizer steps."""
-    for parameter in (*runner.stage.placements, *runner.stage.stepped):
-        parameter.grad = None
 
 
 # -- bytes and links --------------------------------------------------------------------------------------------------

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 _OPERATORS = {"add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "neg", "pos", "abs", "invert", "eq"}
-_OPERATORS |= {"ne", "lt", "le", "gt", "ge", "and", "or", "xor"}
-_UNTAGGED = {"to", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "type", "cpu", "cuda"}
-_UNTAGGED |= {"contiguous", "detach", "copy", "fill", "zero", "logsigmoid", "multiply", "subtract", "divide"}
-_UNTAGGED |= {"zeros_like", "ones_like", "full_like", "empty_like", "alias"}
+_OPERATORS |= {"ne", "lt", "le", "gt", "ge", "and", "or", "xor", "lshift", "rshift"}
+UNTAGGED = {"to", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "type", "cpu", "cuda"}
+UNTAGGED |= {"contiguous", "detach", "copy", "fill", "zero", "logsigmoid", "multiply", "subtract", "divide"}
+UNTAGGED |= {"zeros_like", "ones_like", "full_like", "empty_like", "alias"}
+"""Element-wise functions without the tag of torch's operators."""
 
 
 def is_in_place(name: str) -> bool:
@@ -35,7 +36,7 @@ def is_elementwise(name: str) -> bool:
         plain = name.strip("_")
         return plain in _OPERATORS or (plain[:1] in ("r", "i") and plain[1:] in _OPERATORS)
     name = name.removesuffix("_")
-    return name in _UNTAGGED or is_tagged_elementwise(name)
+    return name in UNTAGGED or is_tagged_elementwise(name)
 
 
 @functools.cache
@@ -55,5 +56,5 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
         return {key: map_tensors(each, change) for key, each in value.items()}
     if isinstance(value, (tuple, list)):
         changed = [map_tensors(each, change) for each in value]
-        return type(value)(changed) if type(value) in (tuple, list) else type(value)(*changed)  # of named tuples
+        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)  # of named tuples, fields
     return value

@@ -39,7 +39,7 @@ from hf_helix.operators.segment import has_hooks
 from hf_helix.runtime.distributed.agreement import sum_over_ranks
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.microbatch import MicroBatch, derive_seed
-from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.runner import Runner, forget_gradients
 
 MAX_GRAPHS = 8
 """How many graphs are kept. Windows of further shapes run operator by operator."""
@@ -351,14 +351,14 @@ class WindowGraphs:
             with drawing_from(_Counted()) as counted:
                 work()
             counts.append(counted.count)
-            _forget_gradients(runner)
+            forget_gradients(runner)
 
         def capture() -> list[Work]:
             for work, count in zip(works, counts, strict=True):
                 draws = self._recorder.draws(runner.mesh.device, count)
                 with drawing_from(draws), _counting_apart(runner):
                     recorded.append(self._recorder.record(work, draws)[1])
-                    _forget_gradients(runner)
+                    forget_gradients(runner)
             return [graph.replay for graph in recorded]
 
         try:
@@ -568,11 +568,6 @@ def _counting_apart(runner: Runner) -> Iterator[dict[RouterMeter, Tensor]]:
     finally:
         for meter, sums_before in counted.items():
             meter.sums = sums_before
-
-
-def _forget_gradients(runner: Runner) -> None:
-    for parameter in (*runner.stage.placements, *runner.stage.stepped):
-        parameter.grad = None
 
 
 def _is_leaf(value: Any) -> bool:

@@ -17,100 +17,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from math import prod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from types import FunctionType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_helix.operators.param_shard import EXPERTS
-from hf_helix.operators.torch_functions import is_tagged_elementwise
+from hf_helix.operators.torch_functions import UNTAGGED, is_elementwise, is_in_place, map_tensors
 from hf_helix.operators.zero.host_shard import arrived
 from hf_helix.runtime.distributed.agreement import agree_on_action
-from hf_helix.runtime.distributed.mesh import Mesh, world_size
+from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.division import Division
 from hf_helix.runtime.failures.heartbeat import watched
-from hf_helix.runtime.local_parameters import LocalParameter, local_parameters
-from hf_helix.runtime.placed import Placed
+from hf_helix.runtime.local_parameters import local_parameters
 from hf_helix.runtime.stage import Stage
-
-
-class Division:
-    """The positions of a rank's elements in a full tensor. All tensors made of a parameter share its division.
-
-    Args:
-        name: of the parameter.
-        shape: of the full parameter.
-        device: of tensors in communication.
-        local: the position of this rank's elements; None where another pipeline rank holds the parameter.
-        counts: whether a sum over all ranks counts this rank's elements: of replicas, one counts.
-        placed: the position of the parameter on the mesh.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        shape: torch.Size,
-        device: torch.device,
-        local: LocalParameter | None,
-        counts: bool,
-        placed: Placed,
-    ) -> None:
-        self.placed = placed
-        self.name = name
-        self.shape = shape
-        self.numel = prod(shape)
-        self._device = device
-        self._local = local
-        self._counts = counts
-
-    @property
-    def is_absent(self) -> bool:
-        """Whether another pipeline rank holds the parameter, and this rank no element of it."""
-        return self._local is None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Division:
-        return self
-
-    def _boxes(self, held: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-        """Yields views of this rank's elements, each with its position in the full tensor."""
-        pieces = {} if self._local is None else self._local.pieces(held.detach())
-        for offset, piece in pieces.items():
-            yield piece, tuple(slice(at, at + length) for at, length in zip(offset, piece.shape, strict=True))
-
-    def cut(self, full: Tensor, held: Tensor) -> Tensor:
-        """Returns this rank's elements of a full tensor, in the shape of `held`."""
-        result = torch.empty_like(held, dtype=full.dtype)
-        for piece, place in self._boxes(result):
-            piece.copy_(full[place])
-        return result
-
-    def gather(self, held: Tensor) -> Tensor:
-        """Returns the full tensor on every rank. Collective over all ranks."""
-        full = torch.zeros(self.shape, dtype=held.dtype, device=self._device)
-        if self._counts:
-            for piece, place in self._boxes(held):
-                full[place] = piece
-        self._reduce(full.view(-1).view(torch.uint8))  # bits, and zeros from the others
-        return full.to(held.device)
-
-    def total(self, number: Tensor) -> Tensor:
-        """Returns the sum over all ranks of a number of each rank's elements, as float64. Collective."""
-        total = number.to(self._device, torch.float64, copy=True)
-        if not self._counts:
-            total.zero_()
-        self._reduce(total)
-        return total.to(number.device)
-
-    def _reduce(self, tensor: Tensor) -> None:
-        if world_size() > 1:
-            with watched():
-                agree_on_action(f"{self.name} is read, {tensor.numel()} numbers of {tensor.dtype}")
-                dist.all_reduce(tensor)
 
 
 class DividedTensor(Tensor):
@@ -173,7 +96,7 @@ class DividedParameter(DividedTensor, nn.Parameter):
 
     def numel(self) -> int:
         """Returns the number of elements of the full parameter."""
-        return int(self._division.numel)
+        return int(self._division.shape.numel())
 
     @property
     def requires_grad(self) -> bool:
@@ -184,7 +107,7 @@ class DividedParameter(DividedTensor, nn.Parameter):
     def requires_grad(self, new: bool) -> None:
         """Whether the parameter is trained, also where another pipeline rank holds it."""
         self._trained = bool(new)
-        if not self._division.is_absent:
+        if self._division.is_here:
             with torch._C.DisableTorchFunctionSubclass():
                 _TRAINED.__set__(self, new)
 
@@ -195,7 +118,7 @@ class DividedParameter(DividedTensor, nn.Parameter):
             held = _held(self)
             gradient = _GRADIENT.__get__(held)
             arrived([gradient])
-            if self._has_gradient and self._division.is_absent:
+            if self._has_gradient and not self._division.is_here:
                 gradient = held.new_empty(0)
             return None if gradient is None else _divided(gradient, self._division)
 
@@ -209,12 +132,12 @@ class DividedParameter(DividedTensor, nn.Parameter):
                     f"{self._division.name}.grad = a tensor of shape {list(_outline(new).shape)}: assign one of "
                     f"{list(self._division.shape)}, as the parameter has"
                 )
-            if new is not None and not self._division.is_absent:
+            if new is not None and self._division.is_here:
                 if _shares_memory(new, _GRADIENT.__get__(held)):
                     return
                 new = _elements(new, self._division, held).to(held.dtype).detach()
             self._has_gradient = new is not None
-            _GRADIENT.__set__(held, None if self._division.is_absent else new)
+            _GRADIENT.__set__(held, new if self._division.is_here else None)
 
 
 class DividedParameters:
@@ -229,30 +152,24 @@ class DividedParameters:
 
     def __init__(self, model: nn.Module, stage: Stage, mesh: Mesh, full: Mapping[str, tuple[torch.Size, bool]]) -> None:
         placements, shards, above, owners = stage.all_placements, stage.shards, stage.above, stage.owners
+        flat_of = {parameter: flat for flat in stage.flat_parameters for parameter in flat.placements}
         locals_of = {about.name: about for about in local_parameters(model, stage, mesh).values()}
         self._parameters: list[Any] = []
         self._summed: dict[nn.Parameter, int] = {}  # those that ranks hold in full, with the ranks of a sum
         for name, parameter in model.named_parameters():
-            local, placement = locals_of.get(name), placements[parameter]
-            is_cut = placement.dim is not None and mesh.axis_of(placement).size > 1
-            shape, trained = full[name]
-            refusal = _SHARDED if parameter in shards else _OF_EXPERTS if placement.over == EXPERTS and is_cut else ""
-            placed = Placed(mesh, placement, owners[parameter], tuple(shape), parameter in above, refusal)
-            if not (is_cut or parameter in shards or mesh.pipe.size > 1):
-                if placed.num_summed > 1:
-                    self._summed[parameter] = placed.num_summed
+            (shape, trained), flat = full[name], flat_of.get(parameter)
+            position = mesh, placements[parameter], owners[parameter], shape, parameter in above
+            division = Division(*position, name, locals_of.get(name), flat)
+            if not (division.is_cut or flat is not None or mesh.pipe.size > 1):
+                if division.num_summed > 1:
+                    self._summed[parameter] = division.num_summed
                 continue
-            if local is not None and parameter in shards:
-                counts = local.is_first_replica
-            else:
-                counts = mesh.holds_first_replica(placement) and (is_cut or mesh.axis_of(placement).rank == 0)
-            division = Division(name, shape, mesh.device, local, local is not None and counts, placed)
             shard = shards.get(parameter)
             parameter._shard = shard  # type: ignore[attr-defined]
             for each in (parameter,) if shard is None else (parameter, shard):
                 each._division, each._trained = division, trained  # type: ignore[attr-defined]
                 self._parameters.append(each)
-        self._absent = [parameter for parameter in self._parameters if parameter._division.is_absent]
+        self._absent = [parameter for parameter in self._parameters if not parameter._division.is_here]
         _live.add(self)
         self.show(not _depth)
 
@@ -272,10 +189,6 @@ class DividedParameters:
         """Says that a window has left gradients, also on other pipeline ranks."""
         for parameter in self._absent:
             parameter._has_gradient = parameter._trained
-
-
-_SHARDED = "data-parallel ranks hold shards of it, or the host holds it (shard_optimizer, shard_parameters, offload)"
-_OF_EXPERTS = "ranks with other tokens hold other experts"
 
 
 def _share_of_loss(gradient: Tensor, count: int) -> Tensor:
@@ -381,7 +294,7 @@ def _gives_gradients(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     name = getattr(func, "__name__", "")
     if not any(map(_is_trained, _tensors((args, kwargs)))):
         return False
-    if _is_in_place(name) or name in _REFUSED or kwargs.get("out") is not None:
+    if is_in_place(name) or name in _REFUSED or kwargs.get("out") is not None:
         return False
     outline = lambda each: _outline(each).detach().to("meta").requires_grad_(_is_trained(each))  # noqa: E731
     try:
@@ -399,18 +312,18 @@ def _with_part(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_
         value, weight, bias = given["mat1"], given["mat2"], given["input"]
     if not isinstance(weight, DividedParameter) or isinstance(value, DividedTensor):
         return NotImplemented
-    placed = weight._division.placed
+    division = weight._division
     with torch._C.DisableTorchFunctionSubclass():
         if func is functional.embedding:
-            return placed.full_lookup(value, weight) if _calls else NotImplemented
+            return division.full_lookup(value, weight) if _calls else NotImplemented
         if _calls:
-            return placed.full_linear(value, weight, bias, features=int(func is torch.addmm))
-        if not placed.is_above or func is not functional.linear:
+            return division.full_linear(value, weight, bias, features=int(func is torch.addmm))
+        if not division.is_above or func is not functional.linear:
             return NotImplemented
         if not has_gradients:  # perhaps in a callback, on a single rank
             with watched():
-                agree_on_action(f"{weight._division.name} is used")
-        return placed.linear(value, weight, bias)
+                agree_on_action(f"{division.name} is used")
+        return division.linear(value, weight, bias)
 
 
 def _gathered_once(value: Tensor) -> Tensor:
@@ -420,7 +333,7 @@ def _gathered_once(value: Tensor) -> Tensor:
     known, root = _calls[-1], _root(value)
     with torch._C.DisableTorchFunctionSubclass():
         if id(root) not in known:
-            known[id(root)] = value._division.placed.full(root)
+            known[id(root)] = value._division.full(root)
         return _along(known[id(root)], value._path)
 
 
@@ -437,12 +350,12 @@ def _recorded(value: Tensor) -> Tensor:
     """The full tensor, under autograd."""
     if not isinstance(value, DividedTensor):
         return value
-    if _is_trained(value) and (refusal := value._division.placed.refusal):
+    if _is_trained(value) and (refusal := value._division.refusal):
         raise RuntimeError(
             f"the loss reads the trained parameter {value._division.name}, but {refusal}: read it in the loss as "
             "parameter.detach(), or freeze it"
         )
-    return _along(value._division.placed.full(_root(value)), value._path)
+    return _along(value._division.full(_root(value)), value._path)
 
 
 # -- kinds of functions -------------------------------------------------------------------------------------------
@@ -452,23 +365,6 @@ _OF_FULL |= {"is_contiguous", "storage_offset"}
 _OF_HELD = {"element_size", "is_floating_point", "is_complex", "is_signed", "get_device", "is_inference"}
 _OF_HELD |= {"_has_compatible_shallow_copy_type", "is_tensor", "is_neg", "is_conj"}
 _VIEWS = {"T", "mT", "H", "mH", "real"}
-_ELEMENTWISE = {
-    "copy",
-    "fill",
-    "zero",
-    "to",
-    "type_as",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "int",
-    "long",
-    "bool",
-    "type",
-}
-_ELEMENTWISE |= {"cpu", "cuda", "contiguous", "detach", "zeros_like", "ones_like", "full_like", "empty_like"}
-_ELEMENTWISE |= {"__rsub__", "__rpow__", "__rdiv__", "__rtruediv__", "multiply", "subtract", "__and__", "__or__"}
 _FOREACH = "_foreach_norm".removesuffix("norm")
 _UNREAD = ("rand_like", "randn_like", "randint_like", "new_")
 _REFUSED = {
@@ -497,9 +393,9 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_gradi
             f"{_REFUSED.get(name, 'every rank sees the full parameter and the gradient of all ranks without it')}"
         )
     if name in _OF_FULL:
-        return func(*_map(args, _outline), **kwargs)
+        return _apply(func, args, kwargs, _outline)
     if name in _OF_HELD or (name == "type" and len(args) == 1 and not kwargs):
-        return func(*_map(args, _held), **kwargs)
+        return _apply(func, args, kwargs, _held)
     if name in ("__repr__", "__format__"):  # debuggers call these on a single rank, so no values are gathered
         outline, kind = _outline(args[0]), type(args[0]).__name__
         return f"{kind}({args[0]._division.name}, {list(outline.shape)}, {outline.dtype}, divided over the ranks)"
@@ -508,7 +404,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_gradi
         return args[0]
     if name.startswith(_FOREACH):
         return _foreach(func, name, args, kwargs, has_gradients)
-    if _is_in_place(name) or kwargs.get("out") is not None:
+    if is_in_place(name) or kwargs.get("out") is not None:
         return _write(func, name, args, kwargs, has_gradients)
     return _read(func, name, args, kwargs)
 
@@ -534,7 +430,7 @@ def _write_attribute(value: DividedTensor, attribute: str, new: Any) -> None:
             value.__class__ = nn.Parameter  # type: ignore[assignment]
             return
         elements = _elements(new, value._division, held)
-        if held is not value and held.device != value._division._device:  # it stays on the host
+        if held is not value and held.device != value._division.mesh.device:  # it stays on the host
             elements = elements.to(held.device)
         if elements.dtype is held.dtype and elements.device == held.device:
             if not _shares_memory(elements, held):
@@ -569,11 +465,12 @@ def _read(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
             return _sum(name.strip("_"), first)
         if name in _NORMS and (order := _order(args, kwargs)) is not None:
             return _norms([first], order)[0]
-        if _is_elementwise(name) and (name in _ELEMENTWISE or _keeps_shape(func, args, kwargs, first)):
+        if is_elementwise(name) and (name in UNTAGGED or _keeps_shape(func, args, kwargs, first)):
             with contextlib.suppress(_NotElementwise):
                 return _run_elementwise(func, args, kwargs, first._division)
     if name.startswith(_UNREAD):
-        return func(*_map(args, lambda each: torch.empty_like(_outline(each), device=_held(each).device)), **kwargs)
+        like = lambda each: torch.empty_like(_outline(each), device=_held(each).device)  # noqa: E731
+        return _apply(func, args, kwargs, like)
     if sum(isinstance(each, DividedTensor) for each in _tensors((args, kwargs))) == 1 and args and args[0] is first:
         view = _view(first, lambda full: func(full, *args[1:], **kwargs))
         if view is not None:
@@ -594,7 +491,7 @@ def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     division, held = written._division, _held(written)
     if not written._path and "out" not in kwargs:
-        if _is_elementwise(name):
+        if is_elementwise(name):
             with contextlib.suppress(_NotElementwise):
                 _run_elementwise(func, args, kwargs, division)
                 return written
@@ -650,13 +547,23 @@ _NORMS = {"norm", "linalg_vector_norm"}
 
 
 def _sum(name: str, value: DividedTensor) -> Tensor:
-    held, count = _held(value), value._division.numel
+    held, count = _held(value), value._division.shape.numel()
     if name in ("any", "all", "count_nonzero"):
-        total = value._division.total(held.count_nonzero())
+        (total,) = _totals([value], [held.count_nonzero()])
         return {"any": total > 0, "all": total == count}.get(name, total.long())
     dtype = getattr(held.new_ones(1), name)().dtype
-    total = value._division.total(held.double().sum() if held.is_floating_point() else held.sum())
+    (total,) = _totals([value], [held.double().sum() if held.is_floating_point() else held.sum()])
     return (total / count if name == "mean" else total).to(dtype)
+
+
+def _totals(values: Sequence[DividedTensor], numbers: Iterable[Tensor]) -> list[Tensor]:
+    """Returns the sums over all ranks of a number of this rank's elements of each tensor, as float64. A single
+    collective."""
+    division = values[0]._division
+    counted = [number.double() * value._division.counts for value, number in zip(values, numbers, strict=True)]
+    total = torch.stack(counted).to(division.mesh.device)
+    division.sum(total)
+    return [each.to(number.device) for each, number in zip(total, counted, strict=True)]
 
 
 def _order(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
@@ -668,19 +575,14 @@ def _order(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
     return float(order) if is_plain and isinstance(order, (int, float)) and 0 < order < torch.inf else None
 
 
-def _norms(values: Iterable[Any], order: float) -> list[Tensor]:
+def _norms(values: Sequence[Any], order: float) -> list[Tensor]:
     """Returns the norms of tensors; a single collective sums their parts over the ranks."""
-    values = list(values)
     kinds = [torch.promote_types(_held(value).dtype, torch.float32) for value in values]
-    pairs = list(zip(values, kinds, strict=True))
-    powers = [torch.linalg.vector_norm(_held(value), order, dtype=kind).double() ** order for value, kind in pairs]
-    zero = torch.zeros_like(powers[0])
-    counted = [power if value._division._counts else zero for value, power in zip(values, powers, strict=True)]
-    first = values[0]._division
-    total = torch.stack(counted).to(first._device)
-    first._reduce(total)
-    norms = total.pow(1 / order)
-    return [norm.to(power.device, _held(value).dtype) for norm, power, value in zip(norms, powers, values, strict=True)]
+    parts = [
+        torch.linalg.vector_norm(_held(value), order, dtype=kind) for value, kind in zip(values, kinds, strict=True)
+    ]
+    totals = _totals(values, [part.double() ** order for part in parts])
+    return [total.pow(1 / order).to(_held(value).dtype) for total, value in zip(totals, values, strict=True)]
 
 
 # -- element-wise functions ---------------------------------------------------------------------------------------
@@ -688,20 +590,6 @@ def _norms(values: Iterable[Any], order: float) -> list[Tensor]:
 
 class _NotElementwise(Exception):
     """The result is no tensor of the same shape."""
-
-
-def _is_in_place(name: str) -> bool:
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED
-
-
-_AUGMENTED = {f"__i{name}__" for name in ["and", "or", "xor", "lshift", "rshift", "floordiv", "mod", "pow"]}
-
-
-@functools.cache
-def _is_elementwise(name: str) -> bool:
-    """Whether every element of the result depends only on the same element of the operands, and on no random number."""
-    name = name if name.startswith("__") else name.removesuffix("_")
-    return name in _ELEMENTWISE or is_tagged_elementwise(name)
 
 
 def _keeps_shape(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: DividedTensor) -> bool:
@@ -800,16 +688,7 @@ def _viewed(value: DividedTensor, *steps: Callable[[Any], Any]) -> DividedTensor
 
 def _apply(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], change: Callable[[Tensor], Any]) -> Any:
     """Returns the result of a function with every tensor in its arguments changed."""
-    return func(*_map(args, change), **{key: _map(value, change) for key, value in kwargs.items()})
-
-
-def _map(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns the value with every tensor in it changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if type(value) in (list, tuple):
-        return type(value)(_map(each, change) for each in value)
-    return value
+    return func(*map_tensors(args, change), **map_tensors(dict(kwargs), change))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -19,8 +19,9 @@ rank waits until another rank has received a tensor; a sent tensor stays alive u
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -72,32 +73,6 @@ class BoundInstruction:
         weights: the gathered weights that the operator reads, as flat parameters and keys.
         returns: the gathered weights without a later reader, likewise.
     """
-
-    __slots__ = (
-        "adds",
-        "adds_to",
-        "awaited",
-        "communicates",
-        "ends",
-        "frees",
-        "gathers",
-        "keeps",
-        "lane",
-        "microbatch",
-        "needs",
-        "op",
-        "place",
-        "prepare",
-        "reads",
-        "reduction",
-        "returns",
-        "run",
-        "sends",
-        "sizes",
-        "unit",
-        "weights",
-        "writes",
-    )
 
     def __init__(self, instruction: Instruction, units: Mapping[int, Unit], often_adding: OftenAdding) -> None:
         self.op = op = instruction.operator
@@ -233,7 +208,54 @@ class Executor:
         Returns:
             By micro-batch, the values that were never freed.
         """
-        bound = self._bind(program)
+        kept: dict[int, Mapping[Key, Tensor]] = {}
+        states = {} if states is None else states
+        with self._window():
+            for step, later in ((step, later) for steps, later in self._bind(program) for step in steps):
+                if step.op is None:
+                    self._barrier(states, include_ahead=at_barrier is not None)
+                    if at_barrier is not None:
+                        at_barrier()
+                    continue
+                if step.reduction >= 0:
+                    if reduce_gradients is not None:
+                        reduce_gradients(step.reduction, step.op.kind, step.microbatch + later)
+                    continue
+                if step.gathers is not None:
+                    self._gather(step, step.gathers, microbatches)
+                    continue
+                microbatch = step.microbatch + later
+                state = states.get(microbatch)
+                if state is None:
+                    state = states[microbatch] = self.begin(microbatches[microbatch], sources, training)
+                if state.given:
+                    self._add_given(step, state)
+                if step.adds_to and reduce_gradients is not None:
+                    for number in step.adds_to:
+                        reduce_gradients(number, step.op.kind, microbatch)
+                if step.communicates:
+                    self._communicate(step, step.op, state)
+                else:
+                    self._compute(step, step.op, state)
+                for flat, key in step.returns:
+                    flat.reshard(state.values[key])
+                for key in step.frees:
+                    del state.values[key]
+                    if state.events:
+                        state.events.pop(key, None)
+                if step.ends:
+                    self._drain(state)
+                    kept[microbatch] = states.pop(microbatch).values
+            while self._sent:
+                self._wait(self._sent.popleft()[0])
+            while self._gathered:
+                self._wait(self._gathered.popitem()[1])
+        return kept
+
+    @contextlib.contextmanager
+    def _window(self) -> Iterator[None]:
+        """Returns the context in which a program runs. Sharded parameters are prepared for it, and resharded after it,
+        also after an error."""
         flats = dict.fromkeys(flat for unit in self.units.values() for flat in unit.flat_parameters.values())
         for flat in flats:
             flat.begin_window()
@@ -241,8 +263,7 @@ class Executor:
                 self._wait(flat.host.copied)
         try:
             with self._precision.weights.kept(), explicit_gradients(), self.streams.window():
-                states = {} if states is None else states
-                return self._run(bound, microbatches, sources, training, reduce_gradients, at_barrier, states)
+                yield
         finally:
             self._sent.clear()  # of a program that has failed
             self._gathered.clear()
@@ -263,58 +284,6 @@ class Executor:
             # The entry keeps the program alive, so that no other program gets its id.
             entry = self._bound[id(program)] = program, bound
         return entry[1]
-
-    def _run(
-        self,
-        bound: Bound,
-        microbatches: Sequence[MicroBatch],
-        sources: Sources,
-        training: bool,
-        reduce_gradients: ReduceGradients | None,
-        at_barrier: Callable[[], object] | None,
-        states: dict[int, MicroBatchState],
-    ) -> KeptValues:
-        kept: dict[int, Mapping[Key, Tensor]] = {}
-        for step, later in ((step, later) for steps, later in bound for step in steps):
-            if step.op is None:
-                self._barrier(states, include_ahead=at_barrier is not None)
-                if at_barrier is not None:
-                    at_barrier()
-                continue
-            if step.reduction >= 0:
-                if reduce_gradients is not None:
-                    reduce_gradients(step.reduction, step.op.kind, step.microbatch + later)
-                continue
-            if step.gathers is not None:
-                self._gather(step, step.gathers, microbatches)
-                continue
-            microbatch = step.microbatch + later
-            state = states.get(microbatch)
-            if state is None:
-                state = states[microbatch] = self.begin(microbatches[microbatch], sources, training)
-            if state.given:
-                self._add_given(step, state)
-            if step.adds_to and reduce_gradients is not None:
-                for number in step.adds_to:
-                    reduce_gradients(number, step.op.kind, microbatch)
-            if step.communicates:
-                self._communicate(step, step.op, state)
-            else:
-                self._compute(step, step.op, state)
-            for flat, key in step.returns:
-                flat.reshard(state.values[key])
-            for key in step.frees:
-                del state.values[key]
-                if state.events:
-                    state.events.pop(key, None)
-            if step.ends:
-                self._drain(state)
-                kept[microbatch] = states.pop(microbatch).values
-        while self._sent:
-            self._wait(self._sent.popleft()[0])
-        while self._gathered:
-            self._wait(self._gathered.popitem()[1])
-        return kept
 
     def begin(self, batch: MicroBatch, sources: Sources, training: bool) -> MicroBatchState:
         """Returns the state of a micro-batch before its first operator.

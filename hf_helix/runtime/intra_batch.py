@@ -1,6 +1,6 @@
 """The runtime of the intra-batch baseline (`hf_helix.planning.plan.baselines.intra_batch`): stages and units in tiles.
 
-In:   the stage of a rank, and a plan.
+In:   the stage of a rank, and the number of tiles of a plan.
 Out:  a stage with the graphs of the plan. The same linears and collectives serve the tiles; new operators cut and join.
 Must hold: values and gradients are those of the untiled unit, rounding aside. An all-gather brings the ranks' parts in
 rank order, so the rows of tile t of a gathered value are the t-th part of every rank's shard. A shard with fewer rows
@@ -19,8 +19,7 @@ from hf_helix.operators.base import Call, Communication, Computation, TensorOper
 from hf_helix.operators.communication.collectives import AllGather, ReduceScatter
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.operator import Part
-from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan, Site, sites, tile_layout, tile_pair
-from hf_helix.planning.plan.plan import Plan
+from hf_helix.planning.plan.baselines.intra_batch import Site, sites, tile_layout, tile_pair
 from hf_helix.runtime.stage import Stage, shared_gradients
 
 
@@ -124,11 +123,6 @@ def _operators(unit: Unit, site: Site, tiles: int) -> dict[str, TensorOperator]:
         shared = TileTransfer(operator) if isinstance(operator, Communication) else operator
         operators |= {f"{op.name}.{tile}": shared for tile in range(tiles)}
     return operators
-
-
-def stage_for(plan: Plan, stage: Stage) -> Stage:
-    """Returns the stage with the graphs that a plan orders."""
-    return tile_stage(stage, plan.tiles) if isinstance(plan, IntraBatchPlan) else stage
 
 
 def tile_stage(stage: Stage, tiles: int) -> Stage:

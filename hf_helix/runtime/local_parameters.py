@@ -39,8 +39,8 @@ class FlatShard:
         start: the first element of the flattened slice.
         axis: the ranks with the other shards.
         is_first_replica: whether this rank writes the shard, of the copies of the shard (`dp_replicate_size`) and of
-            the tensor-parallel ranks with the same slice. The flat
-            parameters of these ranks may differ, since slices of other lengths lie beside the slice.
+            the tensor-parallel ranks with the same slice. The flat parameters of these ranks may differ, since slices
+            of other lengths lie beside the slice.
     """
 
     shape: tuple[int, ...]
@@ -154,11 +154,8 @@ def local_parameters(model: nn.Module, stage: Stage, mesh: Mesh) -> dict[nn.Para
         placement, shard = placements[parameter], None
         if parameter in sharded:
             flat = sharded[parameter]
-            is_first_copy = flat.copies is None or flat.copies.rank == 0
-            is_first_replica = is_first_copy and (placement.dim is not None or mesh.tp.rank == 0)
-            shard = FlatShard(
-                tuple(parameter.shape), flat.owned_range(parameter)[0], flat.gather_axis, is_first_replica
-            )
+            start, is_first_replica = flat.owned_range(parameter)[0], mesh.holds_first_replica(placement, flat)
+            shard = FlatShard(tuple(parameter.shape), start, flat.gather_axis, is_first_replica)
         stepped = shards.get(parameter, parameter)
         axis, trained = mesh.axis_of(placement), parameter.requires_grad
         result[stepped] = LocalParameter(name, placement, axis, shard, trained)

@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_helix.operators.base import Precision
 from hf_helix.operators.matmul_dtype import CastWeights
 from hf_helix.operators.zero.zero3 import casts_of
-from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.schedule.actions import Schedule, Slot
 from hf_helix.planning.schedule.scheduler import Scheduler
@@ -27,10 +27,10 @@ from hf_helix.planning.window.program import Program, build_program, validate_pr
 from hf_helix.runtime.distributed.groups import broadcast_object
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.divided import plain_parameters
-from hf_helix.runtime.executor import Executor, ReduceGradients, Sources, no_sources
+from hf_helix.runtime.executor import Executor, Sources, no_sources
 from hf_helix.runtime.gradients.buckets import gradient_buckets
 from hf_helix.runtime.gradients.reduce import GradientReducer
-from hf_helix.runtime.intra_batch import stage_for
+from hf_helix.runtime.intra_batch import tile_stage
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.stage import Stage
 from hf_helix.runtime.streams import Streams
@@ -65,7 +65,7 @@ class Runner:
         self.plan = plan
         self.mesh = mesh
         self.scheduler = scheduler
-        issued = stage_for(plan, stage)
+        issued = tile_stage(stage, plan.tiles) if isinstance(plan, IntraBatchPlan) else stage
         self.layout = issued.layout
         self.seed = seed
         self.precision = Precision(mesh.device.type, autocast_dtype, CastWeights(casts_of(stage.flat_parameters)))
@@ -104,11 +104,9 @@ class Runner:
             complete: also reduce the gradients over the ranks. Off, each rank keeps its own gradients.
         """
         program = self.program(len(microbatches))
-        reduction, reduce_gradients = self.reduction(len(microbatches) - 1) if complete else (None, None)
+        reduction = self.reduction(len(microbatches) - 1) if complete else None
         self.stage.mark_weights_stale()  # an optimizer may have stepped
-        kept = self.executor.run(
-            program, microbatches, self.sources(), training=True, reduce_gradients=reduce_gradients
-        )
+        kept = self.executor.run(program, microbatches, self.sources(), training=True, reduce_gradients=reduction)
         self.stage.mark_weights_stale()  # a step follows, or a measured window moved nothing
         if reduction:
             reduction.finish()
@@ -117,17 +115,12 @@ class Runner:
         losses = [values[self._loss] for _, values in sorted(kept.items()) if self._loss in values]
         return list(self._everywhere(losses, len(microbatches)))
 
-    def reduction(self, last: int | None = None) -> tuple[GradientReducer, ReduceGradients | None]:
-        """Returns the gradient reduction of a window, and the function that an executor calls for it. `last`: see
-        `GradientReducer`."""
+    def reduction(self, last: int | None = None) -> GradientReducer:
+        """Returns the gradient reduction of a window; `last`: see `GradientReducer`."""
         if self._trained() != self._trained_before:
             self._fill_buckets()
-        reduction = GradientReducer(self.buckets, self.mesh, self.executor.streams, self.buckets_reduced_often, last)
-        if not self._numbers:
-            return reduction, None
-        ways = {Kind.GRADIENTS: reduction.reduce_bucket, Kind.DOWN: reduction.copy_bucket}
-        ways[Kind.COMPUTE] = reduction.begin_adding
-        return reduction, lambda number, kind, microbatch: ways[kind](self._numbers[number], microbatch)
+        often = self.buckets_reduced_often
+        return GradientReducer(self.buckets, self.mesh, self.executor.streams, self._numbers, often, last)
 
     @property
     def buckets_reduced_often(self) -> Collection[int]:
@@ -162,19 +155,23 @@ class Runner:
         Returns:
             The loss on every rank, and the logits of all rows [sequence, batch, vocabulary slice].
         """
-        count = len(microbatches)
-        name = ("logits" if keep_logits else "loss", count)
-        if name not in self._programs:
-            keep = (self._loss, self._logits) if keep_logits else (self._loss,)
-            self._programs[name] = self.build_program(self.forward_schedule(count), keep)
-        kept = self.executor.run(self._programs[name], microbatches, no_sources, training=False)
-        of_all = [values for _, values in sorted(kept.items())]
-        loss = self._everywhere([values[self._loss] for values in of_all if self._loss in values], count).sum(0)
+        keys = (self._loss, self._logits) if keep_logits else (self._loss,)
+        found = self.run_forward(microbatches, keys)
+        loss = self._everywhere(found[self._loss], len(microbatches)).sum(0)
         if not keep_logits:
             return loss, None
-        logits = [values[self._logits] for values in of_all if self._logits in values]
-        joined = torch.cat(logits, 1) if logits else None
+        joined = torch.cat(found[self._logits], 1) if found[self._logits] else None
         return loss, joined if self.layout.is_spread else self.share(joined)
+
+    @plain_parameters()
+    def run_forward(self, microbatches: Sequence[MicroBatch], keys: tuple[Key, ...]) -> dict[Key, list[Tensor]]:
+        """Runs forward only; returns values of the micro-batches in order, none of those of units on other ranks."""
+        case = len(microbatches), keys
+        if case not in self._programs:
+            self._programs[case] = self.build_program(self.forward_schedule(len(microbatches)), keys)
+        kept = self.executor.run(self._programs[case], microbatches, no_sources, training=False)
+        of_all = [values for _, values in sorted(kept.items())]
+        return {key: [values[key] for values in of_all if key in values] for key in keys}
 
     def forward_schedule(self, num_microbatches: int) -> Schedule:
         """Returns the forward slots of a window."""
@@ -216,11 +213,9 @@ class Runner:
 
     def _everywhere(self, losses: Sequence[Tensor], count: int) -> Tensor:
         """Returns the losses of all tokens on every rank, from the ranks with the head."""
-        pipe = self.mesh.pipe
         assert self._shape is not None
         result = torch.stack(list(losses)) if losses else torch.zeros((count, *self._shape), device=self.mesh.device)
-        if pipe.group is not None:
-            dist.broadcast(result, pipe.ranks[self._last], group=pipe.group)
+        result = self.share(result, kind=(result.shape, result.dtype))
         group = self.mesh.cp.group
         if group is not None:
             dist.all_reduce(result, group=group)
@@ -248,3 +243,9 @@ class Runner:
         shared = torch.empty(shape, dtype=dtype, device=self.mesh.device) if value is None else value.contiguous()
         dist.broadcast(shared, owner, group=pipe.group)
         return shared
+
+
+def forget_gradients(runner: Runner) -> None:
+    """Leaves the parameters without gradients, as between two optimizer steps."""
+    for parameter in (*runner.stage.placements, *runner.stage.stepped):
+        parameter.grad = None

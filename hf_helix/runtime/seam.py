@@ -18,10 +18,9 @@ from torch import Tensor
 
 from hf_helix.planning.schedule.placement import FRONT
 from hf_helix.planning.window.layout import Key
-from hf_helix.planning.window.program import Program
 from hf_helix.planning.window.seam import Segments, build_segments
 from hf_helix.runtime.divided import plain_parameters
-from hf_helix.runtime.executor import ReduceGradients, no_sources
+from hf_helix.runtime.executor import no_sources
 from hf_helix.runtime.gradients.reduce import GradientReducer
 from hf_helix.runtime.microbatch import MicroBatch, MicroBatchState
 from hf_helix.runtime.runner import Runner
@@ -64,9 +63,8 @@ class CalledDecoder:
         *self.hidden, self.output = [(unit, graphs[unit].outputs[0]) for unit in whole]
         self.routers: list[Key] = [(unit, value) for unit, graph in graphs.items() for value in graph.shown]
         self._segments: dict[tuple[int, tuple[Key, ...]], Segments] = {}
-        self._forward_only: dict[tuple[int, tuple[Key, ...]], Program] = {}
         self._waiting: deque[DecoderCall] = deque()
-        self._reduction: tuple[GradientReducer, ReduceGradients | None] | None = None  # of a window that has begun
+        self._reduction: GradientReducer | None = None  # of a window that has begun
 
     def is_here(self, key: Key) -> bool:
         """Returns whether a value is one of this rank's units."""
@@ -94,13 +92,12 @@ class CalledDecoder:
         self.num_fused += earlier is not None
         batches = [*(earlier.pieces if earlier else pieces), *pieces]
         executor = self.runner.executor
-        _, reduce_gradients = self._reducing() if earlier else (None, None)
         executor.run(
             program,
             batches,
             self.runner.absent_gradients,
             training=True,
-            reduce_gradients=reduce_gradients,
+            reduce_gradients=self._reducing() if earlier else None,
             states=states,
         )
         held, read = [states[count + place] for place in range(count)], segments.read_backward
@@ -109,17 +106,11 @@ class CalledDecoder:
         values = {key: [take(state, key) for state in held] for key, take in takes.items()}
         return DecoderCall(pieces, held), values
 
-    @plain_parameters()
     def evaluate(self, pieces: Sequence[MicroBatch], asked: tuple[Key, ...] = ()) -> dict[Key, list[Tensor]]:
         """Runs a forward pass that no backward pass follows; returns the values as `forward` does."""
-        case, runner = (len(pieces), asked), self.runner
-        if case not in self._forward_only:
-            schedule = runner.forward_schedule(len(pieces))
-            self._forward_only[case] = runner.build_program(schedule, (self.output, *asked))
-        runner.stage.mark_weights_stale()
-        kept = runner.executor.run(self._forward_only[case], pieces, no_sources, training=False)
-        here = [key for key in (self.output, *asked) if self.is_here(key)]
-        return {key: [values[key] for _, values in sorted(kept.items())] for key in here}
+        self.runner.stage.mark_weights_stale()
+        found = self.runner.run_forward(pieces, (self.output, *asked))
+        return {key: values for key, values in found.items() if self.is_here(key)}
 
     def backward(self, call: DecoderCall, gradients: Mapping[Key, Sequence[Tensor]]) -> None:
         """Takes gradients of values of this rank that a call returned, a tensor for each piece. The backward pass runs
@@ -136,7 +127,7 @@ class CalledDecoder:
         """Runs the backward passes that wait, and reduces the gradients. Collective."""
         while len(self._waiting) > 1:
             self._run_backward(self._waiting.popleft())
-        reduction, _ = self._reducing()
+        reduction = self._reducing()
         if self._waiting:
             reduction.last = len(self._waiting[0].pieces) - 1
             self._run_backward(self._waiting.popleft())
@@ -149,7 +140,7 @@ class CalledDecoder:
         self._waiting.clear()
         self._reduction = None
 
-    def _reducing(self) -> tuple[GradientReducer, ReduceGradients | None]:
+    def _reducing(self) -> GradientReducer:
         """Returns the gradient reduction of the window, see `Runner.reduction`."""
         if self._reduction is None:
             self._reduction = self.runner.reduction()
@@ -158,9 +149,9 @@ class CalledDecoder:
     def _run_backward(self, call: DecoderCall) -> None:
         program = self._segments_for(len(call.pieces)).backward
         states = dict(enumerate(self._started(call).states))
-        _, reduce_gradients = self._reducing()
+        reduction = self._reducing()
         self.runner.executor.run(
-            program, call.pieces, no_sources, training=True, reduce_gradients=reduce_gradients, states=states
+            program, call.pieces, no_sources, training=True, reduce_gradients=reduction, states=states
         )
 
     def _next(self, count: int) -> DecoderCall | None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hf_helix.measure.operators import measure_profile
-from hf_helix.measure.overlap import Overlap, forget_gradients, measure_overlap, time_steps
+from hf_helix.measure.overlap import Overlap, measure_overlap, time_steps
 from hf_helix.measure.progress import Progress, StageProgress, stage_progress
 from hf_helix.operators.communication.emulated_link import bare
 from hf_helix.planning.plan.files import parse_plan
@@ -26,7 +26,7 @@ from hf_helix.planning.timing.profile import Profile, rough_profile
 from hf_helix.runtime.cuda_graphs import WindowGraphs
 from hf_helix.runtime.distributed.agreement import all_gather_object, decide_on_rank_0
 from hf_helix.runtime.microbatch import MicroBatch
-from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.runner import Runner, forget_gradients
 from hf_helix.tuning.budget import BASELINE
 
 PAPER = "dhelix"

@@ -18,7 +18,7 @@ from hf_helix.engine.synthetic import model_on_meta
 from hf_helix.planning.timing.cluster import Cluster, parse_cluster
 from hf_helix.planning.timing.sizes import Sizes
 from hf_helix.planning.window.layout import Layout
-from hf_helix.runtime.distributed.mesh import build_mesh
+from hf_helix.runtime.distributed.mesh import mesh_of
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 64,
@@ -58,7 +58,7 @@ def layout_of_training(model: Any, bf16: bool = False, **helix: Any) -> Layout:
     group: Any = object()
     mesh = replace(mesh, sizes={**mesh.sizes, "dp": 2}, replica_group=group, expert_replica_group=group, dp_group=group)
     if config.offload:
-        alone = build_mesh(1, "cpu", offload=config.offload)
+        alone = mesh_of(HelixConfig(offload=config.offload), "cpu")
         mesh = replace(mesh, host_link=alone.host_link)
         if not config.zero_stage:
             mesh = replace(mesh, replica_axes=alone.replica_axes, expert_replica_axes=alone.replica_axes)

@@ -73,7 +73,7 @@ def one_rank(
         made = workload.runner
         made.executor.streams.close()
         profile, schedule = rough_profile(made.stage.layout), made.scheduler(microbatches)
-        chosen = make_plan(plan, profile, model="m", mesh=mesh.option_sizes, schedule=schedule, searching=0.02)
+        chosen = make_plan(plan, profile, model="m", mesh=helix.option_sizes, schedule=schedule, searching=0.02)
         streams = CudaStreams(CPU, cuda)
         yield (
             Runner(made.stage, chosen, mesh, streams, made.scheduler, 0, made.precision.autocast_dtype),

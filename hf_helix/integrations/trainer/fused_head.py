@@ -37,8 +37,8 @@ class _WholeHead:
 
 
 def _whole(value: Any) -> Any:
-    placed = getattr(getattr(value, "_division", None), "placed", None)
-    return value if placed is None or not placed.is_above else placed.full(value)
+    division = getattr(value, "_division", None)
+    return value if division is None or not division.is_above else division.full(value)
 
 
 class _FusedHead:
@@ -57,25 +57,25 @@ class _FusedHead:
             targets: [tokens].
             options: temperature, rows of a tile, bound of the logits, their scale, and names of the wanted figures.
         """
-        placed = getattr(getattr(weight, "_division", None), "placed", None)
-        if placed is None or not placed.is_above:
+        division = getattr(weight, "_division", None)
+        if division is None or not division.is_above:
             return tuple(self._stock.apply(hidden, weight, bias, targets, *options))
         wanted = ("log_probs", *(name for name in _FIGURES if name in options[4]))
         with torch._C.DisableTorchFunctionSubclass():
-            if not placed.is_here:
-                return _unpacked(placed.received(hidden, (len(wanted), len(hidden)), torch.float32), wanted)
-            parameters = [None if each is None else placed.recorded(each) for each in (weight, bias)]
-            results = self._run(placed, (hidden, *parameters, targets), options)
-            if placed.mesh.pipe.group is not None:
-                placed.share(torch.stack([each.detach().float() for each in results if each is not None]))
+            if not division.is_here:
+                return _unpacked(division.received(hidden, (len(wanted), len(hidden)), torch.float32), wanted)
+            parameters = [None if each is None else division.recorded(each) for each in (weight, bias)]
+            results = self._run(division, (hidden, *parameters, targets), options)
+            if division.mesh.pipe.group is not None:
+                division.share(torch.stack([each.detach().float() for each in results if each is not None]))
         return results
 
-    def _run(self, placed: Any, tensors: Any, options: tuple[Any, ...]) -> tuple[Any, ...]:
-        if not placed.is_cut:
+    def _run(self, division: Any, tensors: Any, options: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not division.is_cut:
             return tuple(self._stock.apply(*tensors, *options))
         temperature, rows, softcap, scale, wanted = options
         head, (hidden, weight, bias, targets) = HeadOptions(temperature, softcap, scale, tuple(wanted), rows), tensors
-        return vocab_log_probs(hidden, weight, bias, targets, placed.mesh.tp, placed.placement.length, head)
+        return vocab_log_probs(hidden, weight, bias, targets, division.mesh.tp, division.placement.length, head)
 
 
 def _unpacked(values: Tensor, wanted: tuple[str, ...]) -> tuple[Any, ...]:

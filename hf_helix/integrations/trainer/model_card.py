@@ -132,7 +132,7 @@ def _write_page(trainer: Any, overlap: Overlap | None) -> str:
 
     def memory(predicted: Prediction) -> WindowMemory | None:
         try:
-            return memory_of_run(trainer.model.config, profile, engine.mesh.option_sizes, predicted)
+            return memory_of_run(trainer.model.config, profile, engine.config.option_sizes, predicted)
         except ValueError:  # not of adapters, nor of a class that Transformers does not make from a configuration
             return None
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,16 +76,13 @@ class FlatParameter:
         reduce_axis: the same ranks, for gradient reduction: another transport, for reductions run on another stream.
         cast_to: the type of the gathered buffer; None for the type of the parameters.
         copies: the ranks with other copies of the same shard, which add to its gradient; None for a single copy.
-        host_link: the link to the shard on the host (`offload="optimizer"`); None where it lies on the device.
+        host_link: the link to the shard on the host (`offload`); None where it lies on the device.
         shard: this rank's shard.
         shards: its parts, by parameter.
         unsharded: the full buffer for operators at present; None between uses.
         host: the shard on the host and its copy; None where the shard lies on the device.
         device: of buffers.
-        keeps_copy: whether the device has a copy of the shard on the host between uses.
     """
-
-    keeps_copy: ClassVar[bool] = True
 
     name: str
     placements: Mapping[nn.Parameter, Placement]
@@ -143,7 +140,7 @@ class FlatParameter:
         if self.host_link is None:
             return torch.zeros(owned, dtype=dtype, device=device)
         copied_as = self.cast_to or dtype
-        copy = self._make_copy(owned, copied_as) if self.keeps_copy else None
+        copy = self._make_copy(owned, copied_as) if not self.host_link.streams_weights else None
         self.host = HostShard(owned, dtype, copied_as, device, self.host_link, copy)
         return self.host.shard
 

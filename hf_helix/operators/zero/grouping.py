@@ -73,7 +73,8 @@ def make_flat_parameters(
         taken = {flat.name for index in users_of_group for flat in by_unit[index]}
         if name in taken:  # by a flat parameter that these units share with others
             name = next(other for number in count(2) if (other := f"{name}.{number}") not in taken)
-        host = host_link if group[0].requires_grad or not kind.keeps_copy else None
+        is_on_host = host_link is not None and (group[0].requires_grad or host_link.streams_weights)
+        host = host_link if is_on_host else None
         flat = kind(name, held, axes.gather, axes.reduce, autocast_dtype if is_cast else None, axes.copies, host)
         for index in users_of_group:
             by_unit[index].append(flat)

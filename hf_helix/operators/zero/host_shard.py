@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hf_helix.config import PARAMETERS
 from hf_helix.operators.base import Call, Communication, Tensors, TransferFn
 from hf_helix.planning.graph.operator import Part
 
@@ -36,6 +37,11 @@ class HostLink:
     def __init__(self, holds: str | None, carry: Carry | None = None) -> None:
         self.holds = holds
         self._carry = carry
+
+    @property
+    def streams_weights(self) -> bool:
+        """Whether every use of weights copies them from the host (`offload="parameters"`)."""
+        return self.holds == PARAMETERS
 
     def up(self, to: Tensor, source: Tensor) -> None:
         """Copies a tensor to the device."""

@@ -37,12 +37,6 @@ UNITS_AHEAD = 2
 number keeps the full weights of more units at the same time; docs/data_parallelism.md gives the gain."""
 
 
-class StreamedFlatParameter(FlatParameter):
-    """A flat parameter whose shards lie on the hosts; every use copies them to the devices (`offload="parameters"`)."""
-
-    keeps_copy = False
-
-
 class GatherWeights(Communication):
     """The all-gather of a flat parameter. Forward and recomputation are the same; backward does nothing."""
 
@@ -72,7 +66,6 @@ def apply_zero3(
     shard_axes: ShardAxes,
     autocast_dtype: torch.dtype | None,
     host_link: HostLink | None = None,
-    streamed: bool = False,
 ) -> list[Unit]:
     """Returns the units with operators to gather their weights; every parameter with several replicas is in a flat
     parameter.
@@ -81,17 +74,16 @@ def apply_zero3(
         units: of the whole model, in forward order.
         shard_axes: see `ShardAxes`.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
-        host_link: see `make_flat_parameters`.
-        streamed: whether operators copy the weights from the host first (`offload="parameters"`); every parameter is
-            in a flat parameter then.
+        host_link: see `make_flat_parameters`. Where every use copies weights from the host, every parameter is in a
+            flat parameter.
     """
+    streamed = host_link is not None and host_link.streams_weights
 
     def axes(placement: Placement) -> ReplicaAxes | None:
         found = shard_axes(placement)
         return found if found is not None and (streamed or found.gather.size > 1) else None
 
-    kind = StreamedFlatParameter if streamed else FlatParameter
-    by_unit = make_flat_parameters(units, axes, autocast_dtype, kind, host_link)
+    by_unit = make_flat_parameters(units, axes, autocast_dtype, FlatParameter, host_link)
     last = len(units) - 1
     return [_gathering(unit, by_unit[index], keeps=index == last) for index, unit in enumerate(units)]
 
@@ -131,7 +123,7 @@ def _gathering(unit: Unit, flats: Sequence[FlatParameter], keeps: bool) -> Unit:
 
 def _bringing(flat: FlatParameter, gather: Operator) -> dict[Operator, TensorOperator]:
     """Returns the operators of a graph that bring weights from other ranks, from the host, or from both."""
-    if flat.keeps_copy:
+    if flat.host_link is None or not flat.host_link.streams_weights:
         return {gather: GatherWeights(flat)}
     if flat.gather_axis.size == 1:
         return {replace(gather, kind=Kind.UP): CopyWeights(flat)}

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from hf_helix.planning.text import first_difference
 from hf_helix.runtime.distributed.groups import broadcast_object, control_group
+from hf_helix.runtime.distributed.mesh import world_size
 from hf_helix.runtime.failures.endings import describe, mark_remote_error
 
 T = TypeVar("T")
@@ -47,7 +48,7 @@ def agree_on_action(what: str, flags: Sequence[bool] = ()) -> list[bool]:
         RuntimeError: on every rank, names two of the ranks and their actions.
     """
     global awaited
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if world_size() == 1:
         return list(flags)
     awaited, mark = what + _script_line(), zlib.crc32(what.encode())
     most = torch.tensor([mark, -mark, *flags, *[0] * (NUM_FLAGS - len(flags))])
@@ -81,7 +82,7 @@ def all_gather_object(mine: T, ranks: Sequence[int] | None = None) -> list[T]:
         mine: a small object that can be pickled.
         ranks: in the launcher's group; None for all of them.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if world_size() == 1:
         return [mine]
     if ranks is not None:
         return [broadcast_object(mine, source, ranks) for source in ranks]
@@ -151,7 +152,7 @@ def decide_on_rank_0(decide: Callable[[], T]) -> T:
         ValueError: on every rank, as rank 0 has raised it.
         RuntimeError: on the others, for any other error of rank 0.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if world_size() == 1:
         return decide()
     decision: list[Any] = [None, None]
     error: Exception | None = None
@@ -178,9 +179,7 @@ def agree_on_window(batches: Sequence[Mapping[str, Any]], group: dist.ProcessGro
     if group is None:
         return
     mine = torch.stack([(2 * place + 1) * _fingerprint(batch) for place, batch in enumerate(batches)]).sum()
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, mine, group=group)
-    if len(set(torch.stack(gathered).tolist())) > 1:  # one wait for the device, however many ranks there are
+    if len({number for (number,) in gather_numbers(mine[None], group)}) > 1:
         _name_difference(batches, dist.get_process_group_ranks(group))
 
 
@@ -223,14 +222,7 @@ def agree_on_number(count: int, device: torch.device, states: Tensor | None = No
         ValueError: on every rank, if the numbers differ: the dataset of a rank has ended before the others'.
     """
     mine = torch.tensor([count], device=device)
-    if states is not None:
-        mine = torch.cat((mine, states))
-    table = mine[None]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, mine)
-        table = torch.stack(gathered)
-    rows = table.tolist()
+    rows = gather_numbers(mine if states is None else torch.cat((mine, states)))
     counts = [row[0] for row in rows]
     if len(set(counts)) > 1:
         raise ValueError(
@@ -241,9 +233,23 @@ def agree_on_number(count: int, device: torch.device, states: Tensor | None = No
     return [row[1:] for row in rows]
 
 
+def gather_numbers(mine: Tensor, group: dist.ProcessGroup | None = None) -> list[list[int]]:
+    """Returns the whole numbers of every rank, with a single wait for the device. Collective.
+
+    Args:
+        mine: [n] of this rank, on the device of the message.
+        group: the ranks; None for all of them.
+    """
+    if world_size() == 1:
+        return [mine.tolist()]
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    return torch.stack(gathered).tolist()
+
+
 def sum_over_ranks(numbers: Sequence[int]) -> list[int]:
     """Returns the sums of whole numbers over all ranks, through the host's memory. Collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if world_size() == 1:
         return list(numbers)
     total = torch.tensor(numbers, dtype=torch.long)
     dist.all_reduce(total, group=control_group())

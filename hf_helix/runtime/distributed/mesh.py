@@ -30,6 +30,7 @@ from hf_helix.operators.communication.transport import (
     Transport,
 )
 from hf_helix.operators.param_shard import EXPERTS, VOCABULARY, Placement
+from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.operators.zero.host_shard import HostLink
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed import groups
@@ -71,7 +72,7 @@ def check_world(
     fits: Callable[[int], bool] | None = None,
     dp_replicate_size: int = 1,
 ) -> None:
-    """Raises ValueError where the sizes do not divide the world, see `build_mesh`.
+    """Raises ValueError where the sizes do not divide the world, see `mesh_of`.
 
     Args:
         fits: whether the model can be cut over a number of tensor-parallel ranks; None where there is no model yet.
@@ -141,10 +142,10 @@ class Mesh:
     cp: Axis
     experts: Axis
     pipe: Pipe
-    dp_group: dist.ProcessGroup | None
-    replica_group: dist.ProcessGroup | None
-    expert_replica_group: dist.ProcessGroup | None
-    batch_group: dist.ProcessGroup | None
+    dp_group: dist.ProcessGroup | None = None
+    replica_group: dist.ProcessGroup | None = None
+    expert_replica_group: dist.ProcessGroup | None = None
+    batch_group: dist.ProcessGroup | None = None
     link: EmulatedLink | None = None
     replica_axes: ReplicaAxes | None = None
     expert_replica_axes: ReplicaAxes | None = None
@@ -192,13 +193,6 @@ class Mesh:
         return self.sizes["dp"]
 
     @property
-    def option_sizes(self) -> dict[str, int]:
-        """The sizes by the names of the options, without data parallelism; context and expert parallelism only where
-        used."""
-        options = {"tp_size": self.sizes["tp"], "pp_size": self.sizes["pp"]}
-        return options | {f"{name}_size": self.sizes[name] for name in ("cp", "ep") if self.sizes[name] > 1}
-
-    @property
     def axes(self) -> list[Axis]:
         """The axes of operators."""
         gathers = [each.gather for each in self._shard_axes if each is not None]
@@ -222,8 +216,13 @@ class Mesh:
         all of it on its host; None where it steps all of it on its device."""
         return self.expert_replica_axes if placement.over == EXPERTS else self.replica_axes
 
-    def holds_first_replica(self, placement: Placement) -> bool:
-        """Returns whether this rank writes its part of a parameter."""
+    def holds_first_replica(self, placement: Placement, flat: FlatParameter | None = None) -> bool:
+        """Returns whether this rank is the first with its elements of a parameter: sums over all ranks count every
+        element once. `flat` is the flat parameter; None where the parameter is in none."""
+        if placement.dim is None and self.axis_of(placement).rank > 0:
+            return False
+        if flat is not None:
+            return flat.copies is None or flat.copies.rank == 0
         group = self.replica_group_of(placement)
         return group is None or dist.get_rank(group) == 0
 
@@ -238,60 +237,31 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def build_mesh(
-    tp_size: int,
-    device: torch.device | str,
-    pp_size: int = 1,
-    cp_size: int = 1,
-    ep_size: int = 1,
-    inter_node_axes: Collection[str] | None = None,
-    link: str | None = None,
-    zero_stage: int = 0,
-    dp_replicate_size: int = 1,
-    offload: str | None = None,
-    spread_vocabulary: bool = False,
-) -> Mesh:
-    """Returns the mesh over every process of the launcher's group; an existing mesh of the same sizes is used again.
+def mesh_of(config: HelixConfig, device: torch.device | str) -> Mesh:
+    """Returns the mesh of a configuration over every process of the launcher's group; an existing mesh of the same
+    layout is used again.
 
     Every group has threads and connections of its own, so several trainers of a process share groups. An emulated link
     is made anew.
-
-    Args:
-        tp_size, device, pp_size, cp_size: as in `Mesh`.
-        ep_size: how many data-parallel ranks share the experts.
-        inter_node_axes: the axes (`tp`, `cp`, `ep`, `dp`) between hosts; None to ask for the ranks' hosts.
-        link: see `HelixConfig`.
-        zero_stage: see `HelixConfig.zero_stage`.
-        dp_replicate_size, offload, spread_vocabulary: see `HelixConfig`.
 
     Raises:
         ValueError: the world does not divide by the sizes, the launcher started more ranks than have joined, or a link
             cannot be emulated here.
     """
-    device = torch.device(device)
-    world = world_size()
+    device, world = torch.device(device), world_size()
+    sizes = config.tp_size, config.pp_size, config.cp_size, config.ep_size
     check_joined(world)
-    check_world(world, tp_size, pp_size, cp_size, ep_size, dp_replicate_size=dp_replicate_size)
-    cross = None if inter_node_axes is None else tuple(sorted(inter_node_axes))
+    check_world(world, *sizes, dp_replicate_size=config.dp_replicate_size)
+    cross = None if config.inter_node_axes is None else tuple(sorted(config.inter_node_axes))
     group = dist.group.WORLD if dist.is_initialized() else None
-    options = zero_stage, dp_replicate_size, offload, spread_vocabulary
-    key = tp_size, pp_size, cp_size, ep_size, cross, device, options, group
+    states = config.zero_stage, config.dp_replicate_size, config.offload, config.spread_vocabulary
+    key = sizes, cross, device, states, group
     if key not in _meshes:
-        dp_size = world // (tp_size * pp_size * cp_size)
-        sizes = {"dp": dp_size, "pp": pp_size, "cp": cp_size, "tp": tp_size, "ep": ep_size}
-        _meshes[key] = _new_mesh(sizes, device, cross, *options)
-    if link is None:
+        _meshes[key] = _new_mesh(config, world // config.ranks_per_batch, device)
+    if config.link is None:
         return _meshes[key]
-    check_link(link, device, world)
-    return _meshes[key].over(EmulatedLink(parse_link(link)))
-
-
-def mesh_of(config: HelixConfig, device: torch.device | str) -> Mesh:
-    """Returns the mesh for a configuration, see `build_mesh`."""
-    sizes = config.pp_size, config.cp_size, config.ep_size
-    zero = config.zero_stage, config.dp_replicate_size, config.offload
-    axes, spread = config.inter_node_axes, config.spread_vocabulary
-    return build_mesh(config.tp_size, device, *sizes, axes, config.link, *zero, spread_vocabulary=spread)
+    check_link(config.link, device, world)
+    return _meshes[key].over(EmulatedLink(parse_link(config.link)))
 
 
 _meshes: dict[object, Mesh] = {}
@@ -303,24 +273,19 @@ def forget_meshes() -> None:
     _meshes.clear()
 
 
-def _new_mesh(
-    sizes: dict[str, int],
-    device: torch.device,
-    inter_node_axes: Collection[str] | None,
-    zero_stage: int,
-    dp_replicate_size: int,
-    offload: str | None,
-    spread_vocabulary: bool,
-) -> Mesh:
-    dp_size, pp_size, cp_size, tp_size, ep_size = sizes.values()
-    shared, single = pp_size * cp_size * tp_size, Axis.single()
+def _new_mesh(config: HelixConfig, dp_size: int, device: torch.device) -> Mesh:
+    tp_size, pp_size, cp_size, ep_size = config.tp_size, config.pp_size, config.cp_size, config.ep_size
+    sizes = {"dp": dp_size, "pp": pp_size, "cp": cp_size, "tp": tp_size, "ep": ep_size}
+    inter_node_axes: Collection[str] | None = config.inter_node_axes
+    shared, single = config.ranks_per_batch, Axis.single()
     if dp_size * shared == 1:
-        alone = _stepped_whole(None) if offload else None
-        axes_and_groups = single, single, single, Pipe([0]), None, None, None, None
-        return Mesh(sizes, device, None, *axes_and_groups, None, alone, alone, host_link=HostLink(offload))
+        alone = _stepped_whole(None) if config.offload else None
+        axes = single, single, single, Pipe([0])
+        host_link = HostLink(config.offload)
+        return Mesh(sizes, device, None, *axes, replica_axes=alone, expert_replica_axes=alone, host_link=host_link)
     backend = groups.backend_of(device)
     groups.control_group()  # later, not all ranks may come to need it at the same time
-    rows = _rows_of(sizes, dp_replicate_size)
+    rows = _rows_of(sizes, config.dp_replicate_size)
     if inter_node_axes is None:
         inter_node_axes = _axes_between_hosts(rows)
     device_mesh = _device_mesh(device, dp_size, shared)
@@ -343,25 +308,25 @@ def _new_mesh(
         return Axis(_transport(group, rows[name], backend), kind)
 
     copies = None
-    if dp_replicate_size > 1:
+    if config.dp_replicate_size > 1:
         copies = Axis(GroupTransport(groups.group_of(rows["copies"], use=groups.GRADIENTS)), Kind.GRADIENTS)
 
     def axes_over(name: str, group: dist.ProcessGroup | None) -> ReplicaAxes | None:
-        if zero_stage == 0 or group is None or rows[name].shape[-1] == 1:
-            return _stepped_whole(group) if offload else None
+        if config.zero_stage == 0 or group is None or rows[name].shape[-1] == 1:
+            return _stepped_whole(group) if config.offload else None
         kind = reduction_kind
         if copies is not None:
             group = groups.group_of(rows[name], use=groups.GRADIENTS)
             kind = Kind.INTER_NODE if {name, *["cp"] * (cp_size > 1)} & set(inter_node_axes) else Kind.INTRA_NODE
         reduce = Axis(_transport(group, rows[name], backend), Kind.GRADIENTS)
-        if zero_stage == 1:  # gathers use the stream of the reductions, which is idle at that time
+        if config.zero_stage == 1:  # gathers use the stream of the reductions, which is idle at that time
             return ReplicaAxes(reduce, reduce, copies)
         gather = Axis(_transport(groups.group_of(rows[name]), rows[name], backend), kind)
         return ReplicaAxes(gather, reduce, copies)
 
-    pipe = make_pipe(rows["pp"], backend, 1 + spread_vocabulary)
+    pipe = make_pipe(rows["pp"], backend, 1 + config.spread_vocabulary)
     tp, cp = axis_over("tp", ["tp"]), axis_over("cp", ["cp"])
-    vocabulary = axis_over("vocabulary", []) if spread_vocabulary else tp
+    vocabulary = axis_over("vocabulary", []) if config.spread_vocabulary else tp
     experts = tp if ep_size == 1 else axis_over("experts", ["ep", "tp"] if tp_size > 1 else ["ep"])
     replica_group = dp_group if cp_size == 1 else groups.group_of(rows["replicas"], use=groups.GRADIENTS)
     replica_axes = axes_over("shards", replica_group)
@@ -371,14 +336,28 @@ def _new_mesh(
         if rows["expert_replicas"].shape[-1] > 1:
             expert_replica_group = groups.group_of(rows["expert_replicas"], use=groups.GRADIENTS)
         expert_replica_axes = axes_over("expert_shards", expert_replica_group)
-    further_groups = dp_group, replica_group, expert_replica_group, batch_group
-    axes = tp, cp, experts, pipe
-    of_replicas = replica_axes, expert_replica_axes, reduction_kind
-    mesh = Mesh(sizes, device, device_mesh, *axes, *further_groups, None, *of_replicas, HostLink(offload), vocabulary)
+    mesh = Mesh(
+        sizes,
+        device,
+        device_mesh,
+        tp,
+        cp,
+        experts,
+        pipe,
+        dp_group,
+        replica_group,
+        expert_replica_group,
+        batch_group,
+        replica_axes=replica_axes,
+        expert_replica_axes=expert_replica_axes,
+        reduction_kind=reduction_kind,
+        host_link=HostLink(config.offload),
+        vocabulary=vocabulary,
+    )
     if backend == groups.NCCL:
         kinds = {axis.kind for axis in mesh.axes} | ({Kind.GRADIENTS} if replica_group else set())
         # Of the rank with the most neighbours, so that all ranks find the same.
-        lanes = 4 * (1 + spread_vocabulary) * min(2, pp_size - 1)
+        lanes = 4 * (1 + config.spread_vocabulary) * min(2, pp_size - 1)
         groups.check_launches(len(kinds) + lanes, pp_size > 1)
         connect(mesh)
     return mesh

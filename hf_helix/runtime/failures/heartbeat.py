@@ -19,14 +19,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public all the same
 
 from hf_helix.runtime.distributed import agreement
 from hf_helix.runtime.distributed.groups import wait_for_gloo
-from hf_helix.runtime.distributed.mesh import forget_meshes
+from hf_helix.runtime.distributed.mesh import forget_meshes, world_size
 from hf_helix.runtime.failures import endings
 from hf_helix.runtime.failures.restarts import connect_store
 
@@ -36,9 +35,6 @@ DEAD_AFTER = 30.0
 GRACE = 5.0  # longer than `LONGEST`, so a rank's exit message arrives first
 
 FAILED, LEFT, TOLD = "failed", b"left", b" told"
-
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class RankFailure(RuntimeError):
@@ -240,7 +236,7 @@ _status = 1  # of this process, once it has failed
 def start_watch() -> Watch | None:
     """Returns the watch of this process, started on first use; None for a single process. Collective."""
     global _watch, _group
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if world_size() == 1:
         return _watch
     world = dist.group.WORLD
     if _group is None or _group() is not world:  # also after the group was destroyed, with its store, and made again
@@ -255,18 +251,13 @@ def start_watch() -> Watch | None:
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
     """Returns the context `Watch.step` where there is a watch. After a failure, groups with pending work are not used
-    again."""
+    again. Also decorates functions."""
     try:
         with _watch.step() if _watch is not None else contextlib.nullcontext():
             yield
     except BaseException:
         forget_meshes()
         raise
-
-
-def collective(function: F) -> F:
-    """Decorates a function for all ranks: errors of communication in the function name the failed rank."""
-    return watched()(function)
 
 
 def install_hook() -> None:

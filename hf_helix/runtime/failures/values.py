@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hf_helix.operators.vocab_parallel import IGNORED
+from hf_helix.runtime.distributed.agreement import gather_numbers
 from hf_helix.runtime.distributed.mesh import rank
 
 logger = logging.getLogger(__name__)
@@ -157,12 +157,7 @@ class Health:
         Raises:
             FloatingPointError: on every rank, see `raise_if_invalid`.
         """
-        mine = self.state().reshape(1)
-        states = [mine]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            states = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-            dist.all_gather(states, mine)
-        self.raise_if_invalid([int(state) for state in states])
+        self.raise_if_invalid([state for (state,) in gather_numbers(self.state()[None])])
 
     def raise_if_invalid(self, states: list[int]) -> None:
         """Raises if a rank has a loss or a norm that is not finite.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from hf_helix.operators.base import TransferFn
 from hf_helix.operators.communication.collectives import prepare_reduce_scatter
 from hf_helix.operators.communication.emulated_link import EmulatedLink, all_reduce
-from hf_helix.operators.param_shard import EXPERTS, TP, VOCABULARY, Placement
+from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.side_by_side import contiguous_view
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.operators.zero.host_shard import OnHost, arrived, host_memory, on_host
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.window.passes import MAX_COPIES
-from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.gradients.buckets import Bucket, gradient_buckets
 from hf_helix.runtime.streams import Event, Streams
 
@@ -177,15 +177,23 @@ class GradientReducer:
     Args:
         buckets: of this rank.
         mesh, streams: of this rank.
-        often: the flat parameters' buckets, as indices, that every micro-batch reduces.
+        numbers: from a reduction of the layout to its bucket, as an index into `buckets`.
+        often: the flat parameters' buckets, likewise, that every micro-batch reduces.
 
     Attributes:
         last: the last micro-batch of the window; None while it is not known, and others follow.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], mesh: Mesh, streams: Streams, often: Iterable[int] = (), last: int | None = 0
+        self,
+        buckets: Sequence[Bucket],
+        mesh: Mesh,
+        streams: Streams,
+        numbers: Mapping[int, int] | None = None,
+        often: Iterable[int] = (),
+        last: int | None = 0,
     ) -> None:
+        self._numbers = numbers or {}
         self.last = last
         self._mesh = mesh
         self._streams = streams
@@ -198,11 +206,19 @@ class GradientReducer:
         while streams.late:
             streams.wait(streams.late.pop())
 
-    def begin_adding(self, number: int, microbatch: int) -> None:
-        """Prepares a bucket that every micro-batch reduces for an addition of a micro-batch."""
-        self._flats[number].turn_to(microbatch)
+    def __call__(self, reduction: int, kind: Kind, microbatch: int) -> None:
+        """Does what a program asks for a bucket, see `ReduceGradients`; nothing where no bucket is this reduction."""
+        number = self._numbers.get(reduction)
+        if number is None:
+            return
+        if kind is Kind.GRADIENTS:
+            self._reduce_planned(number, microbatch)
+        elif kind is Kind.DOWN:
+            self._copy_bucket(number)
+        else:
+            self._flats[number].turn_to(microbatch)
 
-    def copy_bucket(self, number: int, microbatch: int) -> None:
+    def _copy_bucket(self, number: int) -> None:
         """Copies the reduced gradients of a bucket to the host after the last micro-batch, if the host steps them. The
         host waits for them when it reads them, see `arrived`."""
         gradients, reduced = self._down.pop(number, (None, None))
@@ -213,7 +229,7 @@ class GradientReducer:
             on_host[part].wait = functools.partial(self._streams.wait_on_host, event)
         self._streams.late.append(event)
 
-    def reduce_bucket(self, number: int, microbatch: int) -> None:
+    def _reduce_planned(self, number: int, microbatch: int) -> None:
         """Reduces a bucket whose gradients of the window are complete on this rank, or those of the micro-batch."""
         if number in self._often and microbatch != self.last:
             self._reduce_to_shards(number, self._flats[number].flat)
@@ -233,7 +249,7 @@ class GradientReducer:
         for number in list(self._pending):
             self._reduce_bucket(number)
         for number in list(self._down):
-            self.copy_bucket(number, -1)
+            self._copy_bucket(number)
         for event in self._events:
             self._streams.wait(event)
         self._events = []
@@ -291,10 +307,10 @@ class GradientReducer:
     ) -> list[Event]:
         if group is None and divisor == 1:
             return []
-        if any(_summed_in(dtype) is not dtype for dtype in _by_type(parameters)):
+        by_type = _by_type(parameters)
+        if any(_summed_in(dtype) is not dtype for dtype in by_type):
             self._limit_copies()
-        by_type = _by_type(parameters).values()
-        sums = [_summing([p.grad for p in group_of], group, divisor, self._mesh.link) for group_of in by_type]
+        sums = [_summing([p.grad for p in members], group, divisor, self._mesh.link) for members in by_type.values()]
         return [self._streams.issue(kind, reduce, after, label) for reduce in sums]
 
     def _limit_copies(self, always: bool = False) -> None:
@@ -393,44 +409,17 @@ def _parts(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def gradient_norm(placements: Placements, mesh: Mesh, flats: Sequence[FlatParameter] = ()) -> Tensor:
     """Returns the 2-norm of the gradient of the whole model, as `clip_grad_norm_` would return it. Collective."""
-    total = _squares_of(placements, flats, lambda placement: placement.dim is None, mesh.device)
-    for over, axis in (((TP, VOCABULARY), mesh.tp), ((EXPERTS,), mesh.experts)):
-        is_cut = functools.partial(_is_cut_over, over)
-        cut = _squares_of(placements, flats, is_cut, mesh.device)
-        if axis.group is not None:
-            dist.all_reduce(cut, group=axis.group)
-        total += cut
-    if mesh.pipe.group is not None:  # every element is on one rank of the pipeline
-        dist.all_reduce(total, group=mesh.pipe.group)
-    return total.sqrt()
-
-
-def _is_cut_over(over: Collection[str], placement: Placement) -> bool:
-    return placement.dim is not None and placement.over in over
-
-
-def _squares_of(
-    placements: Placements, flats: Sequence[FlatParameter], chosen: Callable[[Placement], bool], device: torch.device
-) -> Tensor:
-    """Returns the sum of squares over the gradients of parameters with a chosen placement. Collective over the ranks
-    that shard them."""
     flat_of = {parameter: flat for flat in flats for parameter in flat.placements}
-    parts: dict[dist.ProcessGroup | None, list[Tensor | None]] = {None: []}  # by the ranks that shard them
-    for parameter in (parameter for parameter, placement in placements.items() if chosen(placement)):
-        flat = flat_of.get(parameter)
-        stepped, group = (parameter, None) if flat is None else (flat.shards[parameter], flat.reduce_axis.group)
-        parts.setdefault(group, []).append(stepped.grad)
-    total = _squares(parts.pop(None)).to(device)
-    for group, gradients in parts.items():
-        part = _squares(gradients).to(device)
-        dist.all_reduce(part, group=group)
-        total += part
-    return total
-
-
-def _squares(gradients: Iterable[Tensor | None]) -> Tensor:
-    norms = [_norm_or_itself(gradient) for gradient in gradients if gradient is not None]
-    return torch.nn.utils.get_total_norm(norms).float().square()
+    counted = [
+        parameter if parameter not in flat_of else flat_of[parameter].shards[parameter]
+        for parameter, placement in placements.items()
+        if mesh.holds_first_replica(placement, flat_of.get(parameter))
+    ]
+    norms = [_norm_or_itself(parameter.grad) for parameter in counted if parameter.grad is not None]
+    total = torch.nn.utils.get_total_norm(norms).to(mesh.device, torch.float32).square()
+    if world_size() > 1:
+        dist.all_reduce(total)
+    return total.sqrt()
 
 
 def _norm_or_itself(gradient: Tensor) -> Tensor:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_helix.checkpoint.training_state import load_states, save_states
+from hf_helix.config import HelixConfig
 from hf_helix.engine.optimizer_shards import step_shards
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.param_shard import COPIED
 from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.operators.zero.zero1 import Zero1FlatParameter
-from hf_helix.runtime.distributed.mesh import build_mesh
+from hf_helix.runtime.distributed.mesh import mesh_of
 from hf_helix.runtime.local_parameters import FlatShard, LocalParameter
 
 SHAPES = {"first": (4, 3), "gate": (), "last": (5,), "other gate": ()}
@@ -37,7 +38,7 @@ class Stepped:
         if kind == "whole":
             self.local = {p: LocalParameter(name, COPIED, Axis.single()) for name, p in self.parameters.items()}
             return
-        axes = build_mesh(1, "cpu", zero_stage=1).replica_axes
+        axes = mesh_of(HelixConfig(shard_optimizer=True), "cpu").replica_axes
         assert axes is not None
         make = Zero1FlatParameter if kind == "kept" else FlatParameter
         flat = self.flat = make("w", dict.fromkeys(self.parameters.values(), COPIED), axes.gather, axes.reduce)

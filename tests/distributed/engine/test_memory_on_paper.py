@@ -58,7 +58,7 @@ def peaks(helix: dict[str, Any], plans: tuple[str, ...], model: dict[str, Any]) 
     result = {}
     for name in plans:
         layout = work.runner.layout
-        plan = make_plan(name, rough_profile(layout), model="m", mesh=work.mesh.option_sizes)
+        plan = make_plan(name, rough_profile(layout), model="m", mesh=config.option_sizes)
         runner = work.runner.with_plan(plan)
         program = runner.program(MICROBATCHES)
         for how, (held, patched) in ENDS.items():

@@ -24,7 +24,7 @@ from hf_helix.models.families.llama import Llama
 from hf_helix.models.family import Family
 from hf_helix.models.graph.attention import Attention, by_heads, declare_attention
 from hf_helix.models.stock_modules import rotate
-from hf_helix.runtime.distributed.mesh import build_mesh
+from hf_helix.runtime.distributed.mesh import mesh_of
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def proof_of(model: Mapping[str, Any], helix: Mapping[str, int] | None = None) -
 def proven(model: Any, helix: Mapping[str, Any]) -> dict[str, Any]:
     """A proof as plain data, and whether the process is as it was."""
     config = HelixConfig(**helix)
-    mesh = build_mesh(config.tp_size, "cpu", config.pp_size, config.cp_size, config.ep_size)
+    mesh = mesh_of(config, "cpu")
     before = {name: p.clone() for name, p in model.named_parameters()}
     state, threads = torch.get_rng_state(), set(threading.enumerate())
     proof = prove(model, config, mesh)

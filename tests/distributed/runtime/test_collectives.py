@@ -11,20 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_helix.config import HelixConfig
 from hf_helix.operators.communication.collectives import (
     prepare_all_gather,
     prepare_reduce_scatter,
 )
 from hf_helix.operators.communication.transport import GlooTransport
-from hf_helix.runtime.distributed.mesh import Mesh, build_mesh
+from hf_helix.runtime.distributed.mesh import Mesh, mesh_of
 
 # What the ranks run
 
 
 @functools.cache
-def mesh_of(tp_size: int, pp_size: int = 1) -> Mesh:
+def shared_mesh(tp_size: int, pp_size: int = 1) -> Mesh:
     """One mesh for many tests, since every new one opens connections."""
-    return build_mesh(tp_size, "cpu", pp_size)
+    return mesh_of(HelixConfig(tp_size=tp_size, pp_size=pp_size), "cpu")
 
 
 def contribution(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -34,7 +35,7 @@ def contribution(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: in
 
 def move(shape: tuple[int, ...], dtype: str, seed: int) -> dict[str, Any]:
     """One collective of each sort over shards of `shape`, as lists of numbers (bf16 has no numpy type)."""
-    axis = mesh_of(dist.get_world_size()).tp
+    axis = shared_mesh(dist.get_world_size()).tp
     assert isinstance(axis.transport, GlooTransport)
     shard = contribution(axis.rank, shape, getattr(torch, dtype), seed)
     whole = contribution(axis.rank, (axis.size * shape[0], *shape[1:]), getattr(torch, dtype), seed)
@@ -54,7 +55,7 @@ def move(shape: tuple[int, ...], dtype: str, seed: int) -> dict[str, Any]:
 
 def group_ranks(tp_size: int, pp_size: int = 1, ep_size: int = 1) -> dict[str, Any]:
     """Who shares what with this rank."""
-    mesh = build_mesh(tp_size, "cpu", pp_size, ep_size=ep_size)
+    mesh = mesh_of(HelixConfig(tp_size=tp_size, pp_size=pp_size, ep_size=ep_size), "cpu")
 
     def members(group: dist.ProcessGroup | None) -> list[int] | None:
         return None if group is None else dist.get_process_group_ranks(group)

@@ -15,10 +15,11 @@ from support.pipeline_jobs import window_of
 from support.tuning_jobs import hasty
 
 from hf_helix.config import parse_link
-from hf_helix.measure.overlap import forget_gradients, transports
+from hf_helix.measure.overlap import transports
 from hf_helix.operators.communication.transport import Recorder
 from hf_helix.report.comparison import format_comparison, format_speeds, predict_around
 from hf_helix.runtime.divided import plain_parameters
+from hf_helix.runtime.runner import forget_gradients
 from hf_helix.tuning.verdict import format_scorecard
 
 # What the ranks run

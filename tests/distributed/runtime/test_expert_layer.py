@@ -21,10 +21,11 @@ from support.expert_modules import (
 from support.units import run_unit
 from torch import Tensor
 
+from hf_helix.config import HelixConfig
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.operators.moe.dispatch import SHARD_TOKENS
 from hf_helix.operators.param_shard import EXPERTS
-from hf_helix.runtime.distributed.mesh import build_mesh
+from hf_helix.runtime.distributed.mesh import mesh_of
 
 FORMS = {
     "gpt_oss": "GptOssExperts",
@@ -43,7 +44,7 @@ def tokens_on(axis: str, rank: int) -> dict[str, Tensor]:
 
 def spread(family: str, axis: str, capacity: float | None, recompute: str = "none") -> dict[str, Any]:
     """On every rank: as `by_itself`, with the gradients of this rank's experts."""
-    mesh = build_mesh(2 if axis == "tp" else 1, "cpu", ep_size=2 if axis == "ep" else 1)
+    mesh = mesh_of(HelixConfig(**{f"{axis}_size": 2}), "cpu")
     sharing = ParallelContext(mesh.tp, mesh.cp, mesh.experts, capacity_factor=capacity)
     module, given = experts_of(family, FORMS[family]), tokens_on(axis, mesh.experts.rank)
     unit = unit_of_experts(module, sharing)

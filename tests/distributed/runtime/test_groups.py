@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (it registers the backend)
 
+from hf_helix.config import HelixConfig
 from hf_helix.planning.timing.cluster import load_cluster, shipped_clusters
 from hf_helix.runtime.distributed import groups, mesh
 from hf_helix.runtime.environment import CTAS
@@ -104,7 +105,7 @@ def test_groups_and_communicators_are_made_in_one_order(sizes: dict[str, int], s
         start("fake", rank, world)
         made.append([])
         used.append([])
-        built = mesh.build_mesh(device="cpu", **sizes)
+        built = mesh.mesh_of(HelixConfig(**sizes), "cpu")
         assert not used[-1]  # only NCCL has communicators to make
         mesh.connect(built)
         assert groups_of(built) <= {name for name, _ in used[-1]}
@@ -149,7 +150,7 @@ def test_which_group_takes_how_many_blocks_from_computation(
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
     monkeypatch.setattr(groups, "backends", lambda: {"cpu": "nccl"})
     monkeypatch.setattr(groups, "multiprocessors", lambda: 132)
-    built = mesh.build_mesh(device="cpu", **sizes)
+    built = mesh.mesh_of(HelixConfig(**sizes), "cpu")
     assert overridden == [{"dp_replicate": 8, "tp": 16}]
     rows = mesh._rows_of(built.sizes)
     for name, limit in limits.items():

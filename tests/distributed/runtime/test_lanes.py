@@ -16,6 +16,7 @@ from support.comparisons import assert_same_bits
 from torch import Tensor
 
 from hf_helix.checkpoint.cut_parameters import full_parameter
+from hf_helix.config import HelixConfig
 from hf_helix.operators.communication.collectives import LaneChannel
 from hf_helix.operators.communication.transport import GlooTransport
 from hf_helix.operators.param_shard import Placement
@@ -64,7 +65,7 @@ def over_lanes(what: str, **given: Any) -> Any:
 def kinds_of_mesh(sizes: dict[str, int]) -> dict[str, Any]:
     """What a mesh of NCCL is made of."""
     with as_on_nccl():
-        made = mesh.build_mesh(device="cpu", **sizes)
+        made = mesh.mesh_of(HelixConfig(**sizes), "cpu")
         channel = made.pipe.channel(0, 1 - made.pipe.rank, made.pipe.rank == 0)
     return {
         "lanes": isinstance(channel, LaneChannel),
@@ -78,9 +79,9 @@ def whole_over_host(shape: tuple[int, ...], blocks: tuple[int, ...]) -> Any:
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape).bfloat16()
     placement = Placement(0, shape[0], blocks=blocks)
     with as_on_nccl() as noted:
-        tp = mesh.build_mesh(2, "cpu")
+        tp = mesh.mesh_of(HelixConfig(tp_size=2), "cpu")
         joined = full_parameter(placement.cut(whole, 2, tp.tp.rank), placement, tp)
-        pipe = mesh.build_mesh(1, "cpu", pp_size=2)
+        pipe = mesh.mesh_of(HelixConfig(pp_size=2), "cpu")
         moved = full_parameter(whole if pipe.pipe.rank == 1 else None, Placement(), pipe, owner=1)
     same = [None if value is None else bool(torch.equal(value, whole)) for value in (joined, moved)]
     return same, [(group is groups.control_group(), device) for _, group, device in noted]
@@ -131,4 +132,4 @@ def test_whole_parameters_go_over_the_host(shape: tuple[int, ...], blocks: tuple
 
 def test_gloo_does_not_carry_cuda_tensors(cluster_of: Any) -> None:
     words = "gloo for cuda", 'init_process_group("cuda:nccl,cpu:gloo")'
-    cluster_of(2).assert_raises(mesh.build_mesh, *words, tp_size=2, device="cuda")
+    cluster_of(2).assert_raises(mesh.mesh_of, *words, config=HelixConfig(tp_size=2), device="cuda")

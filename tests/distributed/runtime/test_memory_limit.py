@@ -9,13 +9,13 @@ from support.pipeline_jobs import runner_of, trainer_of, window_of
 
 from hf_helix.measure.memory import memory_limit, operator_memory, peak_bytes
 from hf_helix.measure.operators import measure_profile
-from hf_helix.measure.overlap import forget_gradients
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.memory import MemoryLimit, Passes
 from hf_helix.planning.schedule.named import build_schedule
 from hf_helix.planning.schedule.scheduler import Scheduler, candidates
 from hf_helix.planning.schedule.slot_clock import stage_costs
 from hf_helix.runtime.divided import plain_parameters
+from hf_helix.runtime.runner import forget_gradients
 
 COUNT, NAMES = 8, ("folded_1f1b", "dualpipe_v")
 MODEL = {"num_hidden_layers": 8, "hidden_size": 64, "intermediate_size": 176}

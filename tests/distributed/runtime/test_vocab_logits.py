@@ -24,7 +24,7 @@ from hf_helix.operators.param_shard import Placement, cut_bounds
 from hf_helix.operators.vocab_log_probs import HeadOptions, vocab_log_probs
 from hf_helix.operators.vocab_logits import VocabLogits, divided_logits, summed_gradient
 from hf_helix.operators.vocab_slices import sliced_linear
-from hf_helix.runtime.placed import Placed
+from hf_helix.runtime.division import Division
 
 VOCABULARY, HIDDEN, ROWS, LENGTH = 131, 16, 2, 7
 Loss = Callable[[Any, Tensor, Tensor], Tensor]
@@ -225,19 +225,19 @@ def _hooked(dtype: torch.dtype, axis: Axis, pipe: Any) -> list[tuple[Tensor, Ten
     values, rank = _values(dtype), dist.get_rank()
     pipe.rank, owner = (0, 0) if pipe.group is None else (rank, 1)
     mesh: Any = SimpleNamespace(tp=axis, cp=Axis.single(), pipe=pipe, axis_of=lambda placement: axis)
-    placed = Placed(mesh, Placement(0, VOCABULARY), owner, tuple(values.weight.shape), is_above=True)
+    division = Division(mesh, Placement(0, VOCABULARY), owner, values.weight.shape, is_above=True)
     first, end = cut_bounds(VOCABULARY, axis.size, axis.rank)
-    rows = slice(first, end if placed.is_here else first)
+    rows = slice(first, end if division.is_here else first)
     hidden, weight, bias = (nn.Parameter(each) for each in (values.hidden[0], values.weight[rows], values.bias[rows]))
-    weight._division = SimpleNamespace(placed=placed)  # type: ignore[attr-defined]
+    weight._division = division  # type: ignore[attr-defined]
     targets = values.labels[0].clamp(min=0)
     found = trl_utils._ChunkedLogProbFunction.apply(hidden, weight, bias, targets, 5.0, 32, None, 1.0, FIGURES)
     (found[0] - found[1]).sum().backward()
     plain = [each.detach().requires_grad_() for each in (values.hidden[0], values.weight, values.bias)]
     expected = ChunkedLogProbFunction.apply(*plain, targets, 5.0, 32, None, 1.0, FIGURES)
     (expected[0] - expected[1]).sum().backward()
-    gradients = [(hidden.grad, plain[0].grad * placed.is_here), (weight.grad, plain[1].grad[rows])][
-        : 1 + placed.is_here
+    gradients = [(hidden.grad, plain[0].grad * division.is_here), (weight.grad, plain[1].grad[rows])][
+        : 1 + division.is_here
     ]
     return [(ours.float(), whole.float()) for ours, whole in [*zip(found, expected, strict=True), *gradients]]
 

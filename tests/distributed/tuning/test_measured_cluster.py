@@ -17,10 +17,11 @@ import yaml
 from support.cluster import Cluster
 
 from hf_helix.cli.cluster import written
+from hf_helix.config import HelixConfig
 from hf_helix.measure import cluster_file, device, links
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.cluster import load_cluster
-from hf_helix.runtime.distributed.mesh import build_mesh, forget_meshes
+from hf_helix.runtime.distributed.mesh import forget_meshes, mesh_of
 from hf_helix.runtime.streams import make_streams
 
 LEAST = {
@@ -85,7 +86,7 @@ def waiting(least: float, most: float) -> float:
     try:
         work = mock.Mock(side_effect=lambda: time.sleep(drawn.uniform(least, most)))
         with mock.patch.object(links, "decoder_work", return_value=work):
-            return links.measure_waiting(build_mesh(2, torch.device("cpu")).tp, streams, torch.device("cpu"))
+            return links.measure_waiting(mesh_of(HelixConfig(tp_size=2), "cpu").tp, streams, torch.device("cpu"))
     finally:
         streams.close()
         forget_meshes()

@@ -16,7 +16,7 @@ from hf_helix.engine.float8 import check_float8, describe_float8
 from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
 from hf_helix.models.small_config import default_config
-from hf_helix.runtime.distributed.mesh import build_mesh
+from hf_helix.runtime.distributed.mesh import mesh_of
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 
@@ -27,7 +27,7 @@ def described(**model: Any) -> str:
 
 def described_of(made: Any) -> str:
     layers = list(family_of(base_of(made)).layers(base_of(made)))
-    stage = declare(made, HelixConfig(float8=True), build_mesh(1, "cpu"), ["none"] * len(layers)).stage
+    stage = declare(made, HelixConfig(float8=True), mesh_of(HelixConfig(), "cpu"), ["none"] * len(layers)).stage
     return describe_float8(stage.model.values(), "tensorwise", torch.device("cpu"))
 
 

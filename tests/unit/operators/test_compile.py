@@ -11,6 +11,7 @@ from support.derived_models import HOME
 from support.models import tiny
 from torch._dynamo.utils import counters
 
+from hf_helix.config import HelixConfig
 from hf_helix.models import stock_modules
 from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph.context import ParallelContext
@@ -20,7 +21,7 @@ from hf_helix.operators.vocab_parallel import CHUNK, TokenStatistics
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.profile import rough_profile
-from hf_helix.runtime.distributed.mesh import build_mesh
+from hf_helix.runtime.distributed.mesh import mesh_of
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import place_units
@@ -44,8 +45,10 @@ def train(model: Any, compile: bool, autocast_dtype: torch.dtype | None = None) 
     """The losses of a window, and all gradients behind one another."""
     family = family_of(model.train())
     stage = place_units(family.units(model, ParallelContext(compile=compile)))
-    mesh = build_mesh(1, torch.device("cpu"))
-    plan = make_plan("sequential", rough_profile(stage.layout), model=family.model_class, mesh=mesh.option_sizes)
+    mesh = mesh_of(HelixConfig(), "cpu")
+    plan = make_plan(
+        "sequential", rough_profile(stage.layout), model=family.model_class, mesh=HelixConfig().option_sizes
+    )
     runner = Runner(stage, plan, mesh, make_streams(mesh.device), Scheduler("folded_1f1b", 1), 0, autocast_dtype)
     window = []
     for place, length in enumerate(LENGTHS):

@@ -9,7 +9,7 @@ from hf_helix import HelixConfig
 from hf_helix.config import parse_link
 from hf_helix.operators.communication.emulated_link import EmulatedLink, LinkedTransport
 from hf_helix.operators.communication.transport import Recorder, SilentTransport
-from hf_helix.runtime.distributed.mesh import build_mesh
+from hf_helix.runtime.distributed.mesh import mesh_of
 
 MEGABYTE = 10**6  # takes 8 ms at 1 Gbit/s
 
@@ -129,6 +129,6 @@ def test_other_types_and_places_without_a_link_are_refused():
     with pytest.raises(TypeError, match=r"link must be a speed as a string, such as '300mbit'.*got 300"):
         HelixConfig(link=300)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"link='even' emulates a link between processes.*--num_processes 2"):
-        build_mesh(1, "cpu", link="even")
+        mesh_of(HelixConfig(link="even"), "cpu")
     with pytest.raises(ValueError, match=r"link='even' emulates a link for runs on CPU.*use link=None"):
-        build_mesh(1, "cuda", link="even")
+        mesh_of(HelixConfig(link="even"), "cuda")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.models import llama
 
+from hf_helix.config import HelixConfig
 from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
@@ -13,7 +14,7 @@ from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.planning.window.program import Program
-from hf_helix.runtime.distributed.mesh import build_mesh
+from hf_helix.runtime.distributed.mesh import mesh_of
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import place_units
@@ -27,8 +28,8 @@ def test_repeated_stretches_give_the_same_bits(rule: str) -> None:
     model = llama(num_hidden_layers=2).train()
     family = family_of(model)
     stage = place_units(family.units(model, ParallelContext()))
-    mesh = build_mesh(1, torch.device("cpu"))
-    plan = make_plan(rule, rough_profile(stage.layout), model=family.model_class, mesh=mesh.option_sizes)
+    mesh = mesh_of(HelixConfig(), "cpu")
+    plan = make_plan(rule, rough_profile(stage.layout), model=family.model_class, mesh=HelixConfig().option_sizes)
     window = []
     for place in range(COUNT):
         ids = torch.randint(100, (2, 3 + place % 4), generator=torch.Generator().manual_seed(place))

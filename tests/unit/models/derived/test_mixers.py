@@ -13,6 +13,7 @@ from support.derived_models import HYBRIDS, small
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.nemotron_h import modeling_nemotron_h
 
+from hf_helix.config import HelixConfig
 from hf_helix.engine.microbatches import LossScale, WindowMaker
 from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph.context import ATTENTION, ParallelContext
@@ -22,7 +23,7 @@ from hf_helix.operators.communication.collectives import AllGather, Exchange
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.param_shard import COPIED_ON_SHARDS, Placement
 from hf_helix.operators.unit import Unit
-from hf_helix.runtime.distributed.mesh import build_mesh
+from hf_helix.runtime.distributed.mesh import mesh_of
 
 
 @functools.cache
@@ -108,7 +109,7 @@ def test_the_mask_of_padding_is_a_side_input(masked: bool) -> None:
     mask = torch.ones_like(ids)
     mask[1, :2] = 0 if masked else 1
     batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
-    (made,) = WindowMaker(model_of("lfm2"), build_mesh(1, "cpu")).window([batch], LossScale(torch.ones(())), 0)
+    (made,) = WindowMaker(model_of("lfm2"), mesh_of(HelixConfig(), "cpu")).window([batch], LossScale(torch.ones(())), 0)
     seen = made.prepare()["seen"]
     assert torch.equal(seen, mask.t()) if masked else seen is None
 
@@ -117,7 +118,7 @@ def test_documents_of_kernels_are_refused() -> None:
     ids = torch.ones(1, 5, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids, "seq_idx": torch.zeros_like(ids)}
     with pytest.raises(ValueError, match=r"the batch has seq_idx, by which .* position_ids alone"):
-        WindowMaker(model_of("lfm2"), build_mesh(1, "cpu")).window([batch], LossScale(torch.ones(())), 0)
+        WindowMaker(model_of("lfm2"), mesh_of(HelixConfig(), "cpu")).window([batch], LossScale(torch.ones(())), 0)
 
 
 def test_towers_are_copied_and_sound_is_refused() -> None:
@@ -129,7 +130,7 @@ def test_towers_are_copied_and_sound_is_refused() -> None:
     ids = torch.ones(1, 5, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids, "input_features": torch.ones(1, 4, 4)}
     with pytest.raises(ValueError, match="the batch has input_features, for a tower of videos or sound"):
-        WindowMaker(model, build_mesh(1, "cpu")).window([batch], LossScale(torch.ones(())), 0)
+        WindowMaker(model, mesh_of(HelixConfig(), "cpu")).window([batch], LossScale(torch.ones(())), 0)
 
 
 def test_ids_are_looked_up_as_the_model_changes_them() -> None:

@@ -1,15 +1,16 @@
-"""Divided parameters in code that a caller runs: linears and lookups over this rank's part, and full parameters.
+"""The division of a parameter over the ranks: this rank's elements, full tensors, and results of functions.
 
 In:   a parameter with its cut and its pipeline rank, and the arguments of a function of torch.
-Out:  the result of the function with the full parameter, equal on every rank of a batch. Under autograd, of parameters
-      above the decoder, the logits of a head stay divided over the vocabulary.
+Out:  this rank's elements of a full tensor, and full tensors; the results of linears and lookups with the full
+      parameter, equal on every rank of a batch. Under autograd, of parameters above the decoder, the logits of a head
+      stay divided over the vocabulary.
 Must hold: every rank of a batch runs the caller's code on equal values, also the pipeline ranks without the parameter.
 A gradient on a rank is that of the full loss; where the gradients of several ranks are summed, this rank's share of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,16 +19,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from hf_helix.operators.param_shard import VOCABULARY, Placement
+from hf_helix.operators.param_shard import EXPERTS, VOCABULARY, Placement
 from hf_helix.operators.vocab_logits import divided_logits
 from hf_helix.operators.vocab_parallel import lookup
 from hf_helix.operators.vocab_slices import changed_gradient, sliced_linear, start_sum
-from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.operators.zero.flat_parameter import FlatParameter
+from hf_helix.runtime.distributed.agreement import agree_on_action
+from hf_helix.runtime.distributed.mesh import Mesh, world_size
+from hf_helix.runtime.failures.heartbeat import watched
+from hf_helix.runtime.local_parameters import LocalParameter
 
 
-@dataclass(frozen=True)
-class Placed:
-    """The position of a parameter on the mesh.
+@dataclass(frozen=True, eq=False)
+class Division:
+    """The division of a parameter over the ranks. All tensors made of the parameter share its division.
 
     Attributes:
         mesh: the mesh of ranks.
@@ -35,15 +40,22 @@ class Placed:
         owner: the pipeline rank with the parameter.
         shape: of the full parameter.
         is_above: whether the parameter is above the decoder.
-        refusal: the reason why a loss cannot read the parameter; empty if a loss can.
+        name: of the parameter.
+        local: the position of this rank's elements; None where another pipeline rank holds the parameter.
+        flat: the flat parameter; None where the parameter is in none.
     """
 
     mesh: Mesh
     placement: Placement
     owner: int
-    shape: tuple[int, ...]
+    shape: torch.Size
     is_above: bool
-    refusal: str = ""
+    name: str = ""
+    local: LocalParameter | None = None
+    flat: FlatParameter | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Division:
+        return self
 
     @property
     def is_here(self) -> bool:
@@ -56,9 +68,58 @@ class Placed:
         return self.placement.dim is not None and self.mesh.axis_of(self.placement).size > 1
 
     @property
+    def counts(self) -> bool:
+        """Whether a sum over all ranks counts this rank's elements: of replicas, one counts."""
+        return self.local is not None and self.mesh.holds_first_replica(self.placement, self.flat)
+
+    @property
+    def refusal(self) -> str:
+        """The reason why a loss cannot read the parameter; empty if a loss can."""
+        if self.flat is not None:
+            return (
+                "data-parallel ranks hold shards of it, or the host holds it (shard_optimizer, shard_parameters, "
+                "offload)"
+            )
+        is_of_experts = self.is_cut and self.placement.over == EXPERTS
+        return "ranks with other tokens hold other experts" if is_of_experts else ""
+
+    @property
     def num_summed(self) -> int:
         """The number of ranks with the same batch whose gradients of the parameter are summed."""
         return self.mesh.cp.size * (self.mesh.tp.size if self.placement.sums_gradient else 1)
+
+    # -- elements of this rank, for any use of the parameter -------------------------------------------------------
+
+    def _boxes(self, held: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+        """Yields views of this rank's elements, each with its position in the full tensor."""
+        pieces = {} if self.local is None else self.local.pieces(held.detach())
+        for offset, piece in pieces.items():
+            yield piece, tuple(slice(at, at + length) for at, length in zip(offset, piece.shape, strict=True))
+
+    def cut(self, full: Tensor, held: Tensor) -> Tensor:
+        """Returns this rank's elements of a full tensor, in the shape of `held`."""
+        result = torch.empty_like(held, dtype=full.dtype)
+        for piece, place in self._boxes(result):
+            piece.copy_(full[place])
+        return result
+
+    def gather(self, held: Tensor) -> Tensor:
+        """Returns the full tensor on every rank. Collective over all ranks."""
+        full = torch.zeros(self.shape, dtype=held.dtype, device=self.mesh.device)
+        if self.counts:
+            for piece, place in self._boxes(held):
+                full[place] = piece
+        self.sum(full.view(-1).view(torch.uint8))  # bits, and zeros from the others
+        return full.to(held.device)
+
+    def sum(self, tensor: Tensor) -> None:
+        """Sums a tensor on `Mesh.device` over all ranks, in place. Collective."""
+        if world_size() > 1:
+            with watched():
+                agree_on_action(f"{self.name} is read, {tensor.numel()} numbers of {tensor.dtype}")
+                dist.all_reduce(tensor)
+
+    # -- functions of the full parameter, for the ranks of a batch -------------------------------------------------
 
     def linear(self, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Returns `functional.linear` under autograd; weight and bias as this rank holds them.
@@ -168,9 +229,9 @@ class _Received(torch.autograd.Function):
     """The result of another pipeline rank. The gradient of what it was computed from is zero: the owner's counts."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, placed: Placed, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, value: Tensor, division: Division, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         ctx.like = value.new_zeros(()), value.shape
-        return placed.share(value.new_empty(shape, dtype=dtype))
+        return division.share(value.new_empty(shape, dtype=dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -182,15 +243,15 @@ class _Full(torch.autograd.Function):
     """A full parameter, of parts on the ranks of its cut on one pipeline rank."""
 
     @staticmethod
-    def forward(ctx: Any, held: Tensor, placed: Placed) -> Tensor:
-        ctx.placed, ctx.held_shape = placed, held.shape
-        full = placed._gathered(held) if placed.is_here else held.new_empty(placed.shape)
-        return full if placed.mesh.pipe.group is None else placed.share(full.contiguous().clone())
+    def forward(ctx: Any, held: Tensor, division: Division) -> Tensor:
+        ctx.division, ctx.held_shape = division, held.shape
+        full = division._gathered(held) if division.is_here else held.new_empty(division.shape)
+        return full if division.mesh.pipe.group is None else division.share(full.contiguous().clone())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        placed, (gradient,) = ctx.placed, gradients
-        if not placed.is_here:
+        division, (gradient,) = ctx.division, gradients
+        if not division.is_here:
             return gradient.new_zeros(ctx.held_shape), None
-        axis = placed.mesh.axis_of(placed.placement)
-        return placed.placement.cut(gradient, axis.size, axis.rank), None
+        axis = division.mesh.axis_of(division.placement)
+        return division.placement.cut(gradient, axis.size, axis.rank), None
