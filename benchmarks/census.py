@@ -90,9 +90,10 @@ def main() -> None:
     for place, name in enumerate(names, 1):
         before = census.classes.get(name, {})
         kept = {
-            layout: findings for layout, findings in before.items() if findings.status == PROVEN or not options.again
+            layout: finding
+            for layout, finding in before.items()
+            if layout not in asked or not (options.anew or (options.again and finding.status != PROVEN))
         }
-        kept = {} if options.anew else kept
         started = time.monotonic()
         findings = {**kept, **take(name, [layout for layout in asked if layout not in kept], options.timeout)}
         findings = {layout: findings[layout] for layout in LAYOUTS if layout in findings}
