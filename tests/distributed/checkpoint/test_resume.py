@@ -195,7 +195,7 @@ def test_products_in_bf16_go_on_over_more_ranks_or_fewer(
     expected = cluster_of(before).run(f"{JOB}run", **job("whole", before))[0]
     saved = str(tmp_path / "whole" / "checkpoint-2")
     for mine in cluster_of(after).run(f"{JOB}run", resume=saved, **job("rest", after)):
-        goes_on(mine, expected, rounding=1e-4)  # products round in bf16
+        goes_on(mine, expected, rounding=3e-4)  # products round in bf16, by the shapes of batches
 
 
 LATER = "model.layers.0.mlp.up_proj.weight"
