@@ -25,7 +25,7 @@ from hf_helix.checkpoint.peft import load_adapters
 from hf_helix.checkpoint.save import save_full, save_pretrained
 from hf_helix.config import AUTO, HelixConfig
 from hf_helix.engine.advice import Advice
-from hf_helix.engine.build import RunOptions, build_runner
+from hf_helix.engine.build import RunOptions, declare, start_runner
 from hf_helix.engine.checks import (
     check_batch,
     check_model,
@@ -131,7 +131,9 @@ class Engine(Diagnostics):
         warn_bf16_weights(model)
         warn_random_start(model, options.weights, options.seed)
         self._advice = Advice(base, mesh, options.autocast_dtype)
-        self.runner, self._called = build_runner(model, config, mesh, modes, options, self._choose_plan)
+        declared = declare(model, config, mesh, modes, options.loss_tweaks, autocast_dtype=options.autocast_dtype)
+        self._called = declared.called
+        self.runner = start_runner(model, declared.stage, config, mesh, options, self._choose_plan)
         self._parameters = tuple(model.parameters())
         self._trained_then: list[bool] = []  # whether the last window trained each of them
         self._divided = DividedParameters(model, self.runner.stage, mesh, full)

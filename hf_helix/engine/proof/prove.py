@@ -288,7 +288,7 @@ class _Copy:
 
     def run(self, declared: Declared, plans: Sequence[str]) -> tuple[tuple[ComparedWindow, ...], str]:
         """Cuts the copy, and runs and compares all windows; also returns a sentence about fp8. Collective."""
-        runner = start_runner(self.model, declared, self.config, self.mesh, RunOptions()).runner
+        runner = start_runner(self.model, declared.stage, self.config, self.mesh, RunOptions())
         self.model.to(self.mesh.device)
         first, *others = plans
         try:
