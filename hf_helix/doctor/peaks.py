@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from hf_helix.doctor.amounts.amounts import Adders, Amounts, Gradient
 from hf_helix.doctor.amounts.lifetimes import outputs_of
-from hf_helix.doctor.memory import GRADIENT
+from hf_helix.doctor.case import GRADIENT
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.schedule.actions import Schedule, Slot
 from hf_helix.planning.schedule.memory import Passes, Peak
