@@ -173,7 +173,7 @@ class Search:
             found = self._with_unsharded_optimizer(found)
             case = found.case
             step = simulate_step(self.amounts(case), case, self.cluster, Fidelity.WHOLE)
-            needed, seemed = step.memory.total, found.memory.total
+            needed, seemed = step.memory.total, self._memory(case)
             if needed <= budget:
                 return self._with_cut_layers(step)
             allowed = min(0.99 * allowed, min(0.99, budget / needed) * seemed)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hf_helix.config import EVERY_MICROBATCH, OFFLOAD
+from hf_helix.config import AUTO, EVERY_MICROBATCH, OFFLOAD
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.case import ELEMENT, GRADIENT, PARAMETER, Case
 from hf_helix.doctor.estimate import estimate_profile
@@ -25,6 +25,7 @@ from hf_helix.planning.graph.backward import transfer_graphs
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import make_plan, runs_one_strand
+from hf_helix.planning.schedule.actions import Slot
 from hf_helix.planning.schedule.memory import MemoryLimit, Passes, Peak
 from hf_helix.planning.schedule.placement import FRONT, REAR, count_layers, half_name, ranges_of
 from hf_helix.planning.timing.cluster import Cluster
@@ -195,6 +196,23 @@ def peaks_of_case(amounts: Amounts, case: Case, layout: Layout) -> list[Peak]:
     return peaks_of_schedules(amounts, layout, usual, two_strands, case.reduces_often)
 
 
+def _peaks_of_search(amounts: Amounts, case: Case, layout: Layout, room: float) -> list[Peak]:
+    """Returns the peak memory of each pipeline rank under a schedule that a run may search.
+
+    A search keeps no more activations than the usual schedules, but runs forward passes alone that these run beside a
+    backward pass, which then frees nothing meanwhile; and no more memory than there is `room` for in a device.
+    """
+    usual = peaks_of_case(amounts, case, layout)
+    if case.schedule != AUTO or case.sizes.pp == 1:
+        return usual
+    apart = [
+        [[Slot.alone(action) for slot in slots for action in slot.actions] for slots in schedule]
+        for schedule in usual_schedules(AUTO, case.sizes.pp, case.microbatches, layout.is_spread)
+    ]
+    peaks = peaks_of_schedules(amounts, layout, apart, not runs_one_strand(case.plan), case.reduces_often)
+    return peaks if memory_of_case(amounts, case, layout, peaks).total <= room else usual
+
+
 def _peaks_of_programs(amounts: Amounts, case: Case, cluster: Cluster, clock: WindowClock) -> list[Peak]:
     """Returns the peak memory of each rank by the programs of its plan, in a window long enough for the peak."""
     count = min(case.microbatches, 2 * case.sizes.pp + 2)
@@ -256,7 +274,7 @@ def simulate_plan(
 def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, clock: WindowClock) -> Step:
     layout, window, count = profile.layout, clock.time(), case.microbatches
     if clock.fidelity is Fidelity.QUICK or clock.changes_operators:  # changed operators have no counted memory
-        peaks = peaks_of_case(amounts, case, layout)
+        peaks = _peaks_of_search(amounts, case, layout, cluster.device.memory)
     elif window.drawing is not None:
         programs, timeline = window.drawing
         runs = None if cluster.device.host_runs_ahead else timeline
