@@ -38,7 +38,7 @@ from hf_helix.runtime.trace import Interval, common, merge
 
 PERIODS = 12  # longest period, in layers, looked for in a model
 WAITING = 4  # micro-batches of the window for waits at weight gathers; later micro-batches do not wait
-COMPARED = (4, 6)  # micro-batches of the two windows whose difference gives the exposed communication per micro-batch
+COMPARED = (6, 8)  # micro-batches of the two windows whose difference gives the exposed communication per micro-batch
 SHORT = 2, 3  # micro-batches, for each pipeline rank, of the two windows whose difference is that of more micro-batches
 CHOSEN = 3  # micro-batches, for each pipeline rank, of the window that compares the schedules of "auto"
 REMEMBERED = 4  # micro-batches, for each pipeline rank, of a window long enough for the peak memory
