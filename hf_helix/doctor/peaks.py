@@ -31,11 +31,6 @@ from hf_helix.planning.window.passes import MAX_COPIES
 # -- of a program ------------------------------------------------------------------------------------------------------
 
 
-def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruction], held: Held | None = None) -> Peak:
-    """Returns the peak memory of a rank's program, see `memory_of_program`."""
-    return _highest(memory_of_program(amounts, layout, program, held))
-
-
 def memory_of_program(
     amounts: Amounts, layout: Layout, program: Sequence[Instruction], held: Held | None = None
 ) -> Iterator[Peak]:
@@ -75,11 +70,8 @@ def peaks_of_window(
     amounts: Amounts, layout: Layout, programs: Sequence[Instruction], timeline: Timeline | None = None
 ) -> list[Peak]:
     """Returns the peak memory of each rank, see `memory_of_window`."""
-    return [_highest(memory) for _, memory in memory_of_window(amounts, layout, programs, timeline)]
-
-
-def _highest(memory: Iterator[Peak]) -> Peak:
-    return max(memory, key=lambda peak: peak.total, default=Peak())
+    by_rank = (memory for _, memory in memory_of_window(amounts, layout, programs, timeline))
+    return [max(memory, key=lambda peak: peak.total, default=Peak()) for memory in by_rank]
 
 
 def held_in(program: Sequence[Instruction], places: Sequence[int], timeline: Timeline | None) -> Held:

@@ -18,7 +18,7 @@ from hf_helix.doctor.estimate import estimate_profile
 from hf_helix.doctor.memory import Memory, held_weights, memory_of
 from hf_helix.doctor.peaks import full_gradients, peaks_of_schedules, peaks_of_window
 from hf_helix.doctor.reductions import cast_seconds, with_reductions
-from hf_helix.doctor.window import Fidelity, WindowClock, schedule_of, usual_schedules
+from hf_helix.doctor.window import Drawing, Fidelity, WindowClock, schedule_of, usual_schedules
 from hf_helix.engine.build import FULL_GRADIENTS
 from hf_helix.operators.vocab_pipeline import slice_names
 from hf_helix.planning.graph.backward import transfer_graphs
@@ -29,12 +29,9 @@ from hf_helix.planning.schedule.actions import Slot
 from hf_helix.planning.schedule.memory import MemoryLimit, Passes, Peak
 from hf_helix.planning.schedule.placement import FRONT, REAR, count_layers, half_name, ranges_of
 from hf_helix.planning.timing.cluster import Cluster
-from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
-from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Layout, named_operators, place_names
-from hf_helix.planning.window.program import build_programs
 
 OPTIMIZER_BYTES = 32
 """Bytes moved by the optimizer per element: gradient, weight and two states read, weight and states written, the
@@ -67,7 +64,7 @@ class Step:
     replayed: bool = False  # whether the host issues the window as a CUDA graph
     fidelity: Fidelity = Fidelity.QUICK
     # the programs and the timeline of the window, for a picture; None if not drawn
-    drawn: tuple[Sequence[Instruction], Timeline] | None = field(default=None, repr=False)
+    drawn: Drawing | None = field(default=None, repr=False)
     # bytes of a node's host: weights, states and gradients, and inputs of layers; 0 if these are on devices
     host: float = 0.0
 
@@ -213,17 +210,20 @@ def _peaks_of_search(amounts: Amounts, case: Case, layout: Layout, room: float) 
     return peaks if memory_of_case(amounts, case, layout, peaks).total <= room else usual
 
 
-def _peaks_of_programs(amounts: Amounts, case: Case, cluster: Cluster, clock: WindowClock) -> list[Peak]:
-    """Returns the peak memory of each rank by the programs of its plan, in a window long enough for the peak."""
-    count = min(case.microbatches, 2 * case.sizes.pp + 2)
-    schedule = schedule_of(clock.named, case.sizes.pp, count, case.spread_vocabulary)
+def _peaks_of_programs(
+    amounts: Amounts, case: Case, cluster: Cluster, clock: WindowClock, drawn: Drawing | None
+) -> list[Peak]:
+    """Returns the peak memory of each rank by the programs of its plan: of the drawn window, or else of a window long
+    enough for the peak. On a CPU memory depends on when instructions run."""
     planned = clock.planned
-    layout = planned.profile.layout
-    if not cluster.device.host_runs_ahead:  # on a CPU memory depends on when instructions run
+    if drawn is None:
+        count = min(case.microbatches, 2 * case.sizes.pp + 2)
+        schedule = schedule_of(clock.named, case.sizes.pp, count, case.spread_vocabulary)
         predicted = predict(planned.plan, planned.profile, schedule, timeline=True)
-        return peaks_of_window(amounts, layout, predicted.instructions, predicted.timeline)
-    programs = build_programs(schedule, layout, planned.plan)
-    return peaks_of_window(amounts, layout, [made for of_rank in programs for made in of_rank])
+        drawn = predicted.instructions, predicted.timeline
+    programs, timeline = drawn
+    runs = None if cluster.device.host_runs_ahead else timeline
+    return peaks_of_window(amounts, planned.profile.layout, programs, runs)
 
 
 def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, fidelity: Fidelity = Fidelity.DRAWN) -> Step:
@@ -275,12 +275,8 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
     layout, window, count = profile.layout, clock.time(), case.microbatches
     if clock.fidelity is Fidelity.QUICK or clock.changes_operators:  # changed operators have no counted memory
         peaks = _peaks_of_search(amounts, case, layout, cluster.device.memory)
-    elif window.drawing is not None:
-        programs, timeline = window.drawing
-        runs = None if cluster.device.host_runs_ahead else timeline
-        peaks = peaks_of_window(amounts, clock.planned.profile.layout, programs, runs)
     else:
-        peaks = _peaks_of_programs(amounts, case, cluster, clock)
+        peaks = _peaks_of_programs(amounts, case, cluster, clock, window.drawing)
     names = [layout.units[unit] for unit in layout.units_of(clock.busiest)]
     operators = [(op, profile.times[name, entry]) for name in names for entry, op in layout.graphs[name].entries()]
     loads = dict.fromkeys(Kind, 0.0)

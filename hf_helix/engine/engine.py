@@ -397,14 +397,6 @@ class Engine(Diagnostics):
         is_shared = self.config.expert_capacity_factor is not None
         return self._maker.window(share_lengths(batches, self.mesh) if is_shared else batches, scale, step)
 
-    def microbatch(self, batch: Mapping[str, Any], scale: LossScale, key: tuple[int, int]) -> MicroBatch:
-        """Returns the micro-batch of a batch.
-
-        Args:
-            batch, scale, key: see `WindowMaker.microbatch`.
-        """
-        return self._maker.microbatch(batch, scale, key)
-
     # -- gradients and the optimizer -----------------------------------------------------------------------------
 
     @plain_parameters()
@@ -515,7 +507,7 @@ class Engine(Diagnostics):
         self.model.eval()
         whole = LossScale(*scale.of(batch))  # of the batch, whose rows may run as several micro-batches
         make_window = functools.partial(self._make_window, scale=whole, step=step)
-        return evaluate_batch(self.runner, self.family, self.base, batch, make_window, keep_logits, self.graphs)
+        return evaluate_batch(self.runner, self.base, batch, make_window, keep_logits, self.graphs)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
