@@ -24,7 +24,7 @@ from hf_helix.operators.vocab_pipeline import slice_names
 from hf_helix.planning.graph.backward import transfer_graphs
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
-from hf_helix.planning.plan.registry import make_plan, runs_one_strand
+from hf_helix.planning.plan.registry import runs_one_strand
 from hf_helix.planning.schedule.actions import Slot
 from hf_helix.planning.schedule.memory import MemoryLimit, Passes, Peak
 from hf_helix.planning.schedule.placement import FRONT, REAR, count_layers, half_name, ranges_of
@@ -239,17 +239,8 @@ def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, fidelity: Fide
         ValueError: the layout cannot be built.
     """
     profile = profile_of(amounts, case, cluster)
-
-    def made(profile: Profile) -> Plan:
-        if fidelity is Fidelity.QUICK:  # with reductions, rules search the number of deferred weight gradients: slow
-            profile = replace(profile, layout=replace(profile.layout, reductions=(), gathers=()))
-        return make_plan(case.plan, profile, model=amounts.model.name, mesh={"tp_size": case.sizes.tp})
-
-    def complete(profile: Profile) -> Profile:
-        return with_reductions(profile, amounts, case, cluster)
-
     limit = memory_limit(amounts, case, profile.layout, cluster.device.memory)
-    clock = WindowClock(profile, made, complete, case.schedule, case.microbatches, fidelity, limit)
+    clock = WindowClock(profile, amounts, case, cluster, fidelity, limit)
     return _step(amounts, case, cluster, profile, clock)
 
 
@@ -262,12 +253,8 @@ def simulate_plan(
     fidelity: Fidelity = Fidelity.DRAWN,
 ) -> Step:
     """Returns the optimizer step of a case under a given plan, in place of `case.plan`."""
-    has_reductions = profile.layout.reductions or profile.layout.gathers
-
-    def complete(profile: Profile) -> Profile:
-        return with_reductions(profile, amounts, case, cluster) if has_reductions else profile
-
-    clock = WindowClock(profile, lambda _: plan, complete, case.schedule, case.microbatches, fidelity)
+    reduces = bool(profile.layout.reductions or profile.layout.gathers)
+    clock = WindowClock(profile, amounts, case, cluster, fidelity, plan=plan, reduces=reduces)
     return _step(amounts, case, cluster, profile, clock)
 
 

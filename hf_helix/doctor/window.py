@@ -1,6 +1,6 @@
 """The window of a step: its seconds by the clock of plans, whole, or with few layers for a search.
 
-In:   a profile with its gradient reductions and weight gathers, a rule or a plan, the name of a schedule.
+In:   a case with its profile, amounts and cluster.
 Out:  a `WindowTime`.
 Must hold: every figure is a prediction of `hf_helix.planning`; a search changes only the numbers of layers and of
 micro-batches that are predicted.
@@ -13,21 +13,25 @@ pipeline, whose difference is extrapolated to all micro-batches.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from hf_helix.config import AUTO
+from hf_helix.doctor.amounts.amounts import Amounts
+from hf_helix.doctor.case import Case
 from hf_helix.doctor.estimate import LEAST
+from hf_helix.doctor.reductions import with_reductions
 from hf_helix.operators.vocab_pipeline import FIRST, NEXT
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
-from hf_helix.planning.plan.registry import runs_one_strand
+from hf_helix.planning.plan.registry import make_plan, runs_one_strand
 from hf_helix.planning.schedule.actions import Schedule
 from hf_helix.planning.schedule.memory import MemoryLimit
 from hf_helix.planning.schedule.named import FOLDED, NAMED_SCHEDULES
 from hf_helix.planning.schedule.scheduler import ON_ONE_RANK, Scheduler
 from hf_helix.planning.schedule.slot_clock import Costs, simulate_schedule, stage_costs
+from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.predict import Prediction, predict
 from hf_helix.planning.timing.profile import Profile
@@ -43,8 +47,6 @@ SHORT = 2, 3  # micro-batches, for each pipeline rank, of the two windows whose 
 CHOSEN = 3  # micro-batches, for each pipeline rank, of the window that compares the schedules of "auto"
 REMEMBERED = 4  # micro-batches, for each pipeline rank, of a window long enough for the peak memory
 OPERATORS = 60_000  # most operators of a window simulated one by one, and drawn
-MakePlan = Callable[[Profile], Plan]
-Complete = Callable[[Profile], Profile]  # adds gradient reductions and weight gathers to a profile without them
 Drawing = tuple[Sequence[Instruction], Timeline]
 
 
@@ -94,30 +96,32 @@ class WindowClock:
 
     Args:
         profile: of all layers and ranks, without gradient reductions and gathers of weights.
-        make_plan: returns the plan of a profile; called for each number of layers.
-        complete: adds gradient reductions and gathers of weights to a profile.
-        schedule: the name of a schedule, or "auto".
-        microbatches: of the window.
+        amounts: the amounts of a rank of the case.
+        case: the case.
+        cluster: the cluster.
         fidelity: how much of the window is predicted.
         limit: of the memory of the window under "auto"; None without a limit.
+        plan: the plan; None for a plan by the rule of the case.
+        reduces: whether gradients are reduced and weights gathered in the window.
     """
 
     def __init__(
         self,
         profile: Profile,
-        make_plan: MakePlan,
-        complete: Complete,
-        schedule: str,
-        microbatches: int,
+        amounts: Amounts,
+        case: Case,
+        cluster: Cluster,
         fidelity: Fidelity,
         limit: MemoryLimit | None = None,
+        plan: Plan | None = None,
+        reduces: bool = True,
     ) -> None:
         self.layout = profile.layout
         self.fidelity = fidelity
         self.busiest = busiest_rank(profile)
-        self._profile, self._make_plan, self._complete, self._microbatches = profile, make_plan, complete, microbatches
-        self._ranks = self.layout.num_ranks
-        self._asked, self._limit = schedule, limit
+        self._profile, self._amounts, self._case, self._cluster = profile, amounts, case, cluster
+        self._ranks, self._microbatches = self.layout.num_ranks, case.microbatches
+        self._limit, self._plan, self._reduces = limit, plan, reduces
 
     @functools.cached_property
     def _costs(self) -> Costs:
@@ -128,7 +132,7 @@ class WindowClock:
     @functools.cached_property
     def named(self) -> str:
         """The fastest of the named schedules that the run may choose."""
-        return named_schedule(self._asked, self.layout, self._microbatches, self._costs)
+        return named_schedule(self._case.schedule, self.layout, self._microbatches, self._costs)
 
     @functools.cached_property
     def planned(self) -> Planned:
@@ -151,8 +155,16 @@ class WindowClock:
         return self._example.plan.profile_for(self._example.profile) is not self._example.profile
 
     def _planned(self, layout: Layout) -> Planned:
-        profile = self._complete(replace(self._profile, layout=layout))
-        return Planned(profile, self._make_plan(profile))
+        profile, mesh = self._completed(layout), {"tp_size": self._case.sizes.tp}
+        if self._plan is not None:
+            return Planned(profile, self._plan)
+        # With reductions, rules search the number of deferred weight gradients, which is slow.
+        known = replace(self._profile, layout=layout) if self.fidelity is Fidelity.QUICK else profile
+        return Planned(profile, make_plan(self._case.plan, known, model=self._amounts.model.name, mesh=mesh))
+
+    def _completed(self, layout: Layout) -> Profile:
+        profile = replace(self._profile, layout=layout)
+        return with_reductions(profile, self._amounts, self._case, self._cluster) if self._reduces else profile
 
     def time(self) -> WindowTime:
         """Returns the seconds of the window."""
@@ -205,7 +217,7 @@ class WindowClock:
         operators = sum(len(list(self.layout.graphs[name].entries())) for name in self.layout.units)
         if operators * self._microbatches > OPERATORS:
             return None
-        made = Scheduler(self._asked, self._ranks, self._costs, self._limit, self.layout.is_spread)
+        made = Scheduler(self._case.schedule, self._ranks, self._costs, self._limit, self.layout.is_spread)
         schedule = made(self._microbatches)
         return predict(self.planned.plan, self.planned.profile, schedule, timeline=True)
 
@@ -240,7 +252,7 @@ class WindowClock:
         """The profile of the busiest rank alone."""
         if self._ranks == 1:
             return self.planned.profile
-        return self._complete(replace(self._profile, layout=rank_layout(self.layout, self.busiest)))
+        return self._completed(rank_layout(self.layout, self.busiest))
 
     def _on_one_rank(self, microbatches: int) -> Schedule:
         return schedule_of(self.named if self.named in NAMED_SCHEDULES else ON_ONE_RANK, 1, microbatches)
