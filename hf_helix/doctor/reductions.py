@@ -36,7 +36,14 @@ COPY = ELEMENT["bf16"]  # bytes of an element of cast weights
 
 def with_reductions(profile: Profile, amounts: Amounts, case: Case, cluster: Cluster) -> Profile:
     """Returns a profile with the gradient reductions and the gathers of weights of a window; where the host has weights
-    and states, with copies to and from the host."""
+    and states, with copies to and from the host.
+
+    Args:
+        profile: without them; of all layers, or of few.
+        amounts: the amounts of a rank of the case.
+        case: says over which ranks gradients and weights lie.
+        cluster: the rates of links, devices and hosts.
+    """
     return _with_gathers(_with_sums(profile, amounts, case, cluster), amounts, case, cluster)
 
 
