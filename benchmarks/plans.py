@@ -203,7 +203,7 @@ class Cut:
         import torch
 
         from hf_helix.config import HelixConfig
-        from hf_helix.engine.build import RunOptions, build_runner
+        from hf_helix.engine.build import RunOptions, declare, start_runner
         from hf_helix.engine.microbatches import WindowMaker
         from hf_helix.engine.recompute import modes_of
         from hf_helix.models.registry import family_of
@@ -214,7 +214,8 @@ class Cut:
         modes = modes_of(family_of(model).layers(model), None, config)
         run = RunOptions(autocast_dtype=torch.bfloat16 if options.bf16 else None)
         self.maker = WindowMaker(model, self.mesh)
-        self.runner = build_runner(model, config, self.mesh, modes, run).runner
+        declared = declare(model, config, self.mesh, modes, autocast_dtype=run.autocast_dtype)
+        self.runner = start_runner(model, declared.stage, config, self.mesh, run)
 
     def window(self, batches: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Returns micro-batches as the runner takes them."""

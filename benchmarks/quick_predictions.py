@@ -1,8 +1,7 @@
 """The doctor's predictions of a step with few layers against those with all of them, layout by layout.
 
 `hf-helix doctor` searches layouts with few layers on every stage (`Fidelity.QUICK`), and predicts those that it shows
-with few layers of one rank (`Fidelity.REDUCED`), or a whole pipeline; `hf-helix simulate` predicts all layers
-(`Fidelity.WHOLE`). All three ask the same clock. No device is needed.
+with all layers (`Fidelity.WHOLE`). Both ask the same clock. No device is needed.
 
     python -m benchmarks.quick_predictions --model recipes/models/llama-8b --clusters h100x8 l40sx8
 """
@@ -13,8 +12,9 @@ import argparse
 import time
 from collections.abc import Iterator
 
+from hf_helix.doctor.case import Case
 from hf_helix.doctor.simulated import SimulatedModel
-from hf_helix.doctor.step import Case, simulate_step
+from hf_helix.doctor.step import simulate_step
 from hf_helix.doctor.window import Fidelity
 from hf_helix.planning.timing.cluster import load_cluster
 from hf_helix.planning.timing.sizes import Sizes, size_text
@@ -32,25 +32,24 @@ def main() -> None:
         "--sharded", type=int, nargs="+", default=[0, 1], choices=(0, 1), help="with whole, with spread weights"
     )
     options = parser.parse_args()
-    titles = ("cluster", "layout", "plan", "whole s", "quick", "reduced", "reductions", "whole", "took s")
-    print("| " + " | ".join(titles) + " |\n|---|---|---" + "|---:" * 6 + "|")
+    titles = ("cluster", "layout", "plan", "whole s", "quick", "reductions", "whole", "took s")
+    print("| " + " | ".join(titles) + " |\n|---|---|---" + "|---:" * 5 + "|")
     for name in options.clusters:
         cluster = load_cluster(name)
         paper = SimulatedModel(options.model, cluster)
         for case in cases(options):
             steps, took = [], []
             amounts = paper.amounts(case)
-            for fidelity in (Fidelity.QUICK, Fidelity.REDUCED, Fidelity.WHOLE):
+            for fidelity in (Fidelity.QUICK, Fidelity.WHOLE):
                 begin = time.process_time()
                 steps.append(simulate_step(amounts, case, cluster, fidelity))
                 took.append(time.process_time() - begin)
-            quick, reduced, whole = steps
+            quick, whole = steps
             sharded = " sharded" if case.shard_parameters else " shard_optimizer" if case.shard_optimizer else ""
             print(
                 f"| {name} | {size_text(case.sizes)}{sharded}, {case.microbatches} micro-batches | {case.plan} "
                 f"| {whole.seconds:.3f} | {quick.seconds / whole.seconds - 1:+.2%} "
-                f"| {reduced.seconds / whole.seconds - 1:+.2%} "
-                f"| {reduced.sums / whole.seconds:.2%} | {whole.sums / whole.seconds:.2%} "
+                f"| {quick.sums / whole.seconds:.2%} | {whole.sums / whole.seconds:.2%} "
                 f"| {', '.join(f'{each:.1f}' for each in took)} |",
                 flush=True,
             )

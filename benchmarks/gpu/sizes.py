@@ -19,8 +19,8 @@ from benchmarks.gpu.report import Options, Report
 from benchmarks.gpu.timing import Budget, issue_and_run, release
 from benchmarks.gpu.windows import silent_mesh
 from hf_helix.config import HelixConfig
+from hf_helix.doctor.case import Case as DoctorCase
 from hf_helix.doctor.simulated import SimulatedModel
-from hf_helix.doctor.step import Case as DoctorCase
 from hf_helix.doctor.step import simulate_step
 from hf_helix.engine.synthetic import Workload
 from hf_helix.planning.graph.operator import Kind

@@ -48,7 +48,7 @@ def gains(runs: Runs, row: Row) -> list[float]:
             profile = exposed_only(profile, Kind.INTER_NODE)
         profile = ablate_profile(profile, without)
         plan = make_plan("dhelix", profile, model="", mesh={"tp_size": row.sizes.tp})
-        step = simulate_plan(runs.amounts(row), case, runs.cluster(row), profile, plan, Fidelity.REDUCED)
+        step = simulate_plan(runs.amounts(row), case, runs.cluster(row), profile, plan, Fidelity.WHOLE)
         result.append(baseline / (step.seconds + LAUNCH_SECONDS * barriers_of(plan, profile, row)))
     return result
 

@@ -49,7 +49,7 @@ def _fitting(runs: Runs, row: Row) -> Step | None:
             check_sizes(row.sizes, row.length, row.layers or shape.layers, max(1, shape.experts))
             amounts = runs.amounts(row, SEARCH, recompute)
             if memory_of_case(amounts, case).total <= cluster.device.memory:
-                return simulate_step(amounts, case, cluster, Fidelity.REDUCED)
+                return simulate_step(amounts, case, cluster, Fidelity.WHOLE)
         except ValueError:
             return None
     return None

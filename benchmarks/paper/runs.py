@@ -26,10 +26,11 @@ from benchmarks.paper.published import DHELIX, INTRA_BATCH, MEGATRON, TOP_K, WAV
 from benchmarks.paper.ring import with_megatron_ring
 from hf_helix.doctor.amounts.amounts import Amounts, OperatorAmounts
 from hf_helix.doctor.amounts.meter import Transfer
+from hf_helix.doctor.case import ELEMENT, Case
 from hf_helix.doctor.estimate import operator_seconds, rings, transfer_seconds
-from hf_helix.doctor.memory import ELEMENT, held_weights
+from hf_helix.doctor.memory import held_weights
 from hf_helix.doctor.simulated import SimulatedModel
-from hf_helix.doctor.step import Case, Step, profile_of, simulate_plan
+from hf_helix.doctor.step import Step, profile_of, simulate_plan
 from hf_helix.doctor.window import Fidelity
 from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan, source_of, tile_profile
 from hf_helix.planning.plan.block_plan import BARRIER, BlockPlan
@@ -115,7 +116,7 @@ class Runs:
             profile = self.profile(row, method)
             plan = self._plan(row, method, profile)
             amounts, case, cluster = self.amounts(row, method), case_of(row, method), self.cluster(row)
-            step = simulate_plan(amounts, case, cluster, profile, plan, Fidelity.REDUCED)
+            step = simulate_plan(amounts, case, cluster, profile, plan, Fidelity.WHOLE)
             if method != SEARCH:  # the paper: gradients are synchronized "at the end of an iteration"
                 step = _with_nothing_beside(step, amounts, profile.layout, cluster)
             launches = LAUNCH_SECONDS * barriers_of(plan, profile, row) if method == DHELIX else 0.0

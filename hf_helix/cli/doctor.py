@@ -22,7 +22,7 @@ from hf_helix.measure.progress import progress_bar
 from hf_helix.planning.collection import without_collection
 from hf_helix.planning.plan.registry import runs_one_strand
 from hf_helix.planning.timing.cluster import Cluster
-from hf_helix.planning.timing.sizes import is_named, size_text
+from hf_helix.planning.timing.sizes import Sizes, is_named, size_text
 
 if TYPE_CHECKING:
     from hf_helix.doctor.layouts import Ranking
@@ -65,8 +65,8 @@ class DoctorCommand(OnCluster):
     @without_collection
     def run(self) -> None:
         """Prints the best layouts."""
+        from hf_helix.doctor.case import STATES
         from hf_helix.doctor.layouts import CLOSE
-        from hf_helix.doctor.memory import STATES
         from hf_helix.doctor.report import dropped_lines, help_lines, ranking_lines, shown_steps
         from hf_helix.engine.advice import remember
         from hf_helix.models.peft import base_of
@@ -164,7 +164,7 @@ class DoctorCommand(OnCluster):
     def _what_helps(self, tokens: int, least: float = 0.0) -> list[str]:
         """Returns the changed options under which a quick search finds a layout with more than `least` tokens a second,
         each with the layout."""
-        from hf_helix.doctor.memory import STATES
+        from hf_helix.doctor.case import STATES
 
         cluster, found = self.scaled_cluster(), []
         changes: list[dict[str, Any]] = [{"lora_r": 16}] if not self.lora_r else []
@@ -191,25 +191,17 @@ class DoctorCommand(OnCluster):
         from hf_helix.doctor.layouts import Search
 
         offload = self.offload if self.offload in OFFLOADS else None
+        share = simulated.image_share(self.sequence_length)
         work = f"simulating layouts{f', offload {offload}' if offload else ''}"
         with progress_bar() as progress:
             return Search(
                 simulated.amounts,
                 cluster,
                 tokens,
-                self.sequence_length,
+                self.case_of(Sizes(), offload=offload, image_share=share),
                 layers=simulated.layers,
                 experts=simulated.experts,
-                schedule=self.schedule,
-                dtype=self.dtype,
-                imbalance=self.imbalance,
-                expert_capacity_factor=self.expert_capacity_factor,
-                state_bytes=self.state_bytes,
-                cuda_graphs=self.cuda_graphs,
-                offload=offload,
-                image_share=simulated.image_share(self.sequence_length),
-                float8=self.float8,
-                progress=lambda share: progress(work, share),
+                progress=lambda done: progress(work, done),
                 workers=usable_cores(),
                 leading=leading,
                 layout=self.layout,

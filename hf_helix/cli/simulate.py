@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf, isinf, prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_helix.cli.common import configuration_file
 from hf_helix.cli.options import Command, config_option, option
@@ -32,8 +32,9 @@ from hf_helix.planning.timing.cluster import Cluster, load_cluster
 from hf_helix.planning.timing.sizes import Sizes
 
 if TYPE_CHECKING:
+    from hf_helix.doctor.case import Case
     from hf_helix.doctor.simulated import SimulatedModel
-    from hf_helix.doctor.step import Case, Step
+    from hf_helix.doctor.step import Step
 
 ALL = "all"
 SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
@@ -104,6 +105,14 @@ class OnCluster(Command):
         if capacity is not None and simulated.experts == 1:
             raise ValueError(f"--expert_capacity_factor {capacity:g}: {simulated.name} has no experts; leave it out")
         return simulated
+
+    def case_of(self, sizes: Sizes, **options: Any) -> Case:
+        """Returns the case of the options, with further ones of `Case`."""
+        from hf_helix.doctor.case import Case
+
+        names = ("schedule", "dtype", "imbalance", "expert_capacity_factor", "state_bytes", "cuda_graphs", "float8")
+        given = {"batch": 1, "microbatches": 1, **{name: getattr(self, name) for name in names}, **options}
+        return Case(sizes, length=self.sequence_length, **given)
 
     def images_lines(self, simulated: SimulatedModel) -> Iterator[str]:
         """Yields what is supposed about the images of a row, for a model with a tower."""
@@ -200,8 +209,6 @@ class SimulateCommand(OnCluster):
             )
 
     def _case(self, cluster: Cluster) -> Case:
-        from hf_helix.doctor.step import Case
-
         self.check(*SIZES, "batch_size", "microbatches", "sequence_length")
         ranks = self.tp_size * self.pp_size * self.cp_size
         if cluster.devices % ranks:
@@ -217,12 +224,15 @@ class SimulateCommand(OnCluster):
         options = ("shard_optimizer", "shard_parameters", "reduce_gradients", "offload")
         sharding = {name: getattr(self, name) for name in options}
         HelixConfig(**sharding, pp_size=self.pp_size, spread_vocabulary=self.spread_vocabulary)  # refuses what is wrong
-        names = ["microbatches", "schedule", "recompute", "dtype", "imbalance", "expert_capacity_factor", "state_bytes"]
-        names += ["cuda_graphs", "spread_vocabulary", "float8"]
-        case = {name: getattr(self, name) for name in names} | sharding
-        sizes = Sizes(self.tp_size, self.cp_size, self.pp_size, dp, ep)
-        rule = RULES[0] if self.plan == ALL else self.plan
-        return Case(sizes, self.batch_size, self.sequence_length, plan=rule, **case)
+        return self.case_of(
+            Sizes(self.tp_size, self.cp_size, self.pp_size, dp, ep),
+            batch=self.batch_size,
+            microbatches=self.microbatches,
+            plan=RULES[0] if self.plan == ALL else self.plan,
+            recompute=self.recompute,
+            spread_vocabulary=self.spread_vocabulary,
+            **sharding,
+        )
 
 
 def _table(steps: Mapping[str, Step]) -> str:

@@ -1,10 +1,11 @@
 """The doctor: the fastest layout of a model that fits a cluster, simulated without a measurement.
 
+case          a layout with its micro-batches and options                                      (no torch)
 simulated     the layouts of a model on simulated ranks: the amounts of a rank
 amounts/      the amounts of operators, counted on the meta device
 estimate      amounts and a cluster -> a profile
 reductions    gradient reductions and gathers of weights, once in a window
-window        the seconds of a window, whole or at reduced fidelity
+window        the seconds of a window, whole or, for a search, with few layers
 peaks         peak memory of a window, with the buffers of collectives in flight
 memory        the memory of a rank, by part
 step          an optimizer step: time, throughput, memory

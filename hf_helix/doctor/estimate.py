@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from hf_helix.doctor.amounts.amounts import Amounts, OperatorAmounts
 from hf_helix.doctor.amounts.meter import ATTENTION, MATMUL, Kernel, Transfer
+from hf_helix.doctor.case import Case
 from hf_helix.planning.graph.backward import OF_SLICES
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.cluster import FP8, Cluster
@@ -148,15 +149,14 @@ def operator_seconds(
     return max(LEAST, seconds if cluster.device.host_runs_ahead else seconds + cluster.device.issue_seconds)
 
 
-def estimate_profile(amounts: Amounts, layout: Layout, sizes: Sizes, cluster: Cluster, dtype: str = "bf16") -> Profile:
+def estimate_profile(amounts: Amounts, layout: Layout, case: Case, cluster: Cluster) -> Profile:
     """Returns the profile of a layout on a cluster.
 
     Args:
         amounts: the amounts of one rank.
         layout: the units of all ranks of a pipeline, with the transfers between ranks.
-        sizes: the parallel sizes of the layout.
+        case: the parallel sizes of the layout, and the type of matrix products.
         cluster: the rates of devices and links.
-        dtype: the type of matrix products.
 
     Raises:
         ValueError: the device has no peak for the type.
@@ -168,12 +168,12 @@ def estimate_profile(amounts: Amounts, layout: Layout, sizes: Sizes, cluster: Cl
             f"{cluster.name} has no device.peak_tflops for {FP8}, which --float8 multiplies in; it has {known}: leave "
             f"--float8 out, or add {FP8} to its file if the device has products in fp8"
         )
-    if dtype not in cluster.device.peaks:
+    if case.dtype not in cluster.device.peaks:
         raise ValueError(
-            f"{cluster.name} has no device.peak_tflops for {dtype}; it has {known}: add {dtype} to its file, or "
-            f"use --dtype with one of these"
+            f"{cluster.name} has no device.peak_tflops for {case.dtype}; it has {known}: add {case.dtype} to its "
+            f"file, or use --dtype with one of these"
         )
-    axes = rings(cluster, sizes)
+    axes = rings(cluster, case.sizes)
     times: dict[Name, float] = {}
     sent: dict[Name, int] = {}
     for name, op in named_operators(layout):
@@ -182,7 +182,7 @@ def estimate_profile(amounts: Amounts, layout: Layout, sizes: Sizes, cluster: Cl
         else:
             handed = amounts.handed_over if name[0].endswith(OF_SLICES) else amounts.handed_on
             counted = OperatorAmounts(transfers=[Transfer("pp", "send", handed)])
-        times[name] = operator_seconds(counted, op.kind, axes, cluster, dtype)
+        times[name] = operator_seconds(counted, op.kind, axes, cluster, case.dtype)
         if op.kind.communicates:
             sent[name] = sum(each.bytes for each in counted.transfers)
     for name, seconds in waiting(layout, times, cluster).items():

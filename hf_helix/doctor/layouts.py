@@ -16,12 +16,12 @@ from itertools import product
 
 from hf_helix.config import AUTO, OFFLOAD, RECOMPUTE, REDUCE_GRADIENTS
 from hf_helix.doctor.amounts.amounts import Amounts
-from hf_helix.doctor.estimate import rings, transfer_seconds
-from hf_helix.doctor.memory import STATES, needs_text
+from hf_helix.doctor.case import Case
+from hf_helix.doctor.estimate import estimate_profile
+from hf_helix.doctor.memory import needs_text
 from hf_helix.doctor.processes import in_processes
 from hf_helix.doctor.rivals import RIVALS, RivalStep, rival_cases, simulate_rival
 from hf_helix.doctor.step import (
-    Case,
     Step,
     even_counts,
     layout_of,
@@ -37,6 +37,7 @@ from hf_helix.planning.schedule.placement import split_layers, stage_ranks
 from hf_helix.planning.schedule.scheduler import Scheduler, check_schedule
 from hf_helix.planning.timing.cluster import Cluster, divisors
 from hf_helix.planning.timing.sizes import Sizes, is_named
+from hf_helix.planning.window.layout import named_operators
 
 BATCHES = (1, 2, 4, 8)  # candidates for the sequences in a micro-batch
 SHORTEST_PART = 1024
@@ -108,19 +109,11 @@ class Search:
     amounts: AmountsOf  # counts a case; raises ValueError if the model cannot be cut to its sizes
     cluster: Cluster
     batch_tokens: int  # requested tokens of a step; each layout takes the nearest possible number, within `OFF`
-    length: int
+    # the options of all cases, without any that saves memory; sizes and micro-batches are searched. The plan is of two
+    # strands; one strand is tried if two hide nothing or lack memory
+    usual: Case
     layers: int
     experts: int = 1  # experts of a layer; 1 for a dense model
-    plan: str = "greedy"  # the name of a rule for two strands; one strand is tried if two hide nothing or lack memory
-    schedule: str = "auto"
-    dtype: str = "bf16"
-    imbalance: float = 1.0
-    expert_capacity_factor: float | None = None
-    state_bytes: float = STATES
-    cuda_graphs: str = AUTO
-    offload: str | None = None
-    image_share: float = 0.0
-    float8: str | None = None
     progress: Callable[[float], object] | None = None
     workers: int = 1  # number of processes; 1 for no further process
     leading: int = 0  # number of leading steps predicted at higher fidelity, besides plain data parallelism
@@ -130,7 +123,7 @@ class Search:
     def run(self) -> Ranking:
         """Returns the layouts by speed; none if nothing fits. Raises ValueError if the cluster has no rate for the type
         of matrix products, or the schedule is unknown."""
-        check_schedule(self.schedule)
+        check_schedule(self.usual.schedule)
         candidates = list(layouts(self.cluster, self.experts > 1))
         cuts: dict[tuple[int, ...], list[Sizes]] = {}
         for sizes in candidates:  # amounts are counted once for each of these cuts
@@ -179,10 +172,8 @@ class Search:
         while True:
             found = self._with_unsharded_optimizer(found)
             case = found.case
-            # Few layers without a pipeline; all layers with a pipeline, whose ranks wait for each other.
-            fidelity = Fidelity.WHOLE if case.sizes.pp > 1 else Fidelity.REDUCED
-            step = simulate_step(self.amounts(case), case, self.cluster, fidelity)
-            needed, seemed = step.memory.total, found.memory.total
+            step = simulate_step(self.amounts(case), case, self.cluster, Fidelity.WHOLE)
+            needed, seemed = step.memory.total, self._memory(case)
             if needed <= budget:
                 return self._with_cut_layers(step)
             allowed = min(0.99 * allowed, min(0.99, budget / needed) * seemed)
@@ -223,9 +214,10 @@ class Search:
         Two strands hold one layer's activations more. So one strand is taken if two have nothing to hide, and tried if
         two need recomputation or do not fit.
         """
-        if self.plan == ONE_STRAND or not (sends_in_windows(sizes) or shard_parameters):
+        plan = self.usual.plan
+        if plan == ONE_STRAND or not (sends_in_windows(sizes) or shard_parameters):
             return self._fastest(sizes, ONE_STRAND, other, shard_parameters)
-        two = self._fastest(sizes, self.plan, other, shard_parameters)
+        two = self._fastest(sizes, plan, other, shard_parameters)
         if isinstance(two.best, Step) and two.best.case.recompute == "none":
             return two
         one = self._fastest(sizes, ONE_STRAND, two.best if isinstance(two.best, Step) else other, shard_parameters)
@@ -238,11 +230,12 @@ class Search:
     def _microbatches(self, sizes: Sizes, batch: int) -> int:
         """Returns the number of micro-batches of `batch` sequences nearest to the requested tokens, for a data-parallel
         rank. Raises ValueError if no number is within `OFF` of the requested tokens."""
-        each = sizes.dp * batch * self.length
+        length = self.usual.length
+        each = sizes.dp * batch * length
         count = max(1, round(self.batch_tokens / each))
         if abs(count * each - self.batch_tokens) > OFF * self.batch_tokens:
             raise ValueError(
-                f"{sizes.dp} data-parallel ranks take {sizes.dp * self.length:,} tokens at a time; no step comes near "
+                f"{sizes.dp} data-parallel ranks take {sizes.dp * length:,} tokens at a time; no step comes near "
                 f"{self.batch_tokens:,}"
             )
         return count
@@ -255,9 +248,9 @@ class Search:
         best: Step | None = None
         last: Dropped | None = None
         for batch in BATCHES:
-            case = replace(self._case(sizes, batch, 1, plan), shard_parameters=shard_parameters)
+            case = replace(self.usual, sizes=sizes, batch=batch, plan=plan, shard_parameters=shard_parameters)
             try:
-                check_sizes(sizes, self.length, self.layers, self.experts, self.schedule)
+                check_sizes(sizes, case.length, self.layers, self.experts, case.schedule)
                 case = replace(case, microbatches=self._microbatches(sizes, batch))
             except ValueError as error:  # larger micro-batches come near less often
                 last = last or Dropped(case, str(error))
@@ -320,37 +313,13 @@ class Search:
 
     def _gather_seconds(self, case: Case) -> float:
         """Returns the largest seconds of weight gathers of a rank in a window."""
-        amounts, axes = self.amounts(replace(case, batch=BATCHES[0])), rings(self.cluster, case.sizes)
+        amounts = self.amounts(replace(case, batch=BATCHES[0]))
         layout = layout_of(amounts, case)
-        seconds = {
-            (name, entry): sum(transfer_seconds(each, axes[each.axis], self.cluster) for each in counted.transfers)
-            for name, pair in amounts.layout.graphs.items()
-            for entry, op in pair.entries()
-            if op.ahead and (counted := amounts.operators[name, entry])
-        }
-        ranks = ([layout.units[unit] for unit in layout.units_of(rank)] for rank in range(layout.num_ranks))
-        return case.microbatches * max(
-            sum(count for (name, _), count in seconds.items() for unit in units if unit == name) for units in ranks
-        )
-
-    def _case(self, sizes: Sizes, batch: int, microbatches: int, plan: str) -> Case:
-        """Returns a case without options that save memory."""
-        return Case(
-            sizes,
-            batch,
-            self.length,
-            microbatches,
-            plan,
-            self.schedule,
-            dtype=self.dtype,
-            imbalance=self.imbalance,
-            expert_capacity_factor=self.expert_capacity_factor,
-            state_bytes=self.state_bytes,
-            cuda_graphs=self.cuda_graphs,
-            offload=self.offload,
-            image_share=self.image_share,
-            float8=self.float8,
-        )
+        profile, ahead = estimate_profile(amounts, layout, case, self.cluster), dict.fromkeys(layout.units, 0.0)
+        for name, op in named_operators(layout):
+            ahead[name[0]] += profile.times[name] if op.ahead else 0.0
+        units = (layout.units_of(rank) for rank in range(layout.num_ranks))
+        return case.microbatches * max(sum(ahead[layout.units[unit]] for unit in mine) for mine in units)
 
     def rival(self, name: str) -> RivalStep | None:
         """Returns a rival over all devices with the fastest micro-batch; if nothing fits, with the least memory."""
@@ -358,11 +327,12 @@ class Search:
         sizes, modes = Sizes(dp=self.cluster.devices), ["none", "full"]
         for batch in BATCHES:
             try:
-                case = self._case(sizes, batch, self._microbatches(sizes, batch), ONE_STRAND)
-                # No rival drops rows; those with states on the host have formulas of their own.
-                case = replace(case, expert_capacity_factor=None, offload=None, whole_logits=True)
+                count = self._microbatches(sizes, batch)
             except ValueError:
                 continue
+            case = replace(self.usual, sizes=sizes, batch=batch, microbatches=count, plan=ONE_STRAND, whole_logits=True)
+            # No rival drops rows; those with states on the host have formulas of their own.
+            case = replace(case, expert_capacity_factor=None, offload=None)
             try:
                 made = [
                     simulate_rival(name, self.amounts(way), way, self.cluster, *options)

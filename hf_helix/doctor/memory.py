@@ -1,6 +1,6 @@
 """The memory of a rank: by part, in bytes.
 
-In:   a rank's weights, how replicas shard them, and the peak of a window.
+In:   a rank's weights, a case, whose options say how replicas shard them, and the peak of a window.
 Out:  `Memory`.
 Must hold: trained weights, gradients and states are in fp32, frozen weights in the type of the loaded model.
 """
@@ -11,14 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from hf_helix.doctor.amounts.amounts import Amounts, Weights
+from hf_helix.doctor.case import ELEMENT, GRADIENT, PARAMETER, Case
 from hf_helix.planning.schedule.memory import Peak
+from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES
 from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.passes import BUCKET_BYTES
-
-PARAMETER, GRADIENT, STATES = 4, 4, 8
-"""Bytes of an element: trained weights and gradients in fp32, and the two states of Adam."""
-
-ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of an element of cast weights, by the type of matrix products
 
 
 @dataclass(frozen=True)
@@ -40,33 +37,6 @@ class Memory:
     def parts(self) -> dict[str, float]:
         """Returns the bytes by part."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """How replicas of a parameter and of an expert shard states and trained weights (ZeRO-1), or all (ZeRO-3)."""
-
-    copies: int = 1
-    expert_copies: int = 1
-    states: bool = False
-    parameters: bool = False
-    state_bytes: float = STATES  # of an element
-    on_host: bool = False  # whether trained weights and states lie on the host
-    copy_bytes: int = 0  # of an element of these weights on the device between uses; 0 for weights that uses copy
-
-    def part_of(self, held: Weights) -> float:
-        """Returns the number of trained elements of a rank, given its unsharded weights."""
-        if not self.states and not self.parameters:
-            return held.all_trained
-        return held.trained / self.copies + held.experts / self.expert_copies
-
-    def frozen_bytes_of(self, held: Weights) -> float:
-        """Returns the bytes of frozen weights of a rank, given its unsharded weights."""
-        if self.on_host and not self.copy_bytes:
-            return 0.0
-        if not self.parameters:
-            return held.frozen_itemsize * held.all_frozen
-        return held.frozen_itemsize * (held.frozen / self.copies + held.frozen_experts / self.expert_copies)
 
 
 def bytes_text(count: float) -> str:
@@ -93,7 +63,16 @@ def held_weights(amounts: Amounts, layout: Layout, rank: int) -> Weights:
     )
 
 
-def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, sharing: Sharing) -> Memory:
+def frozen_bytes(held: Weights, case: Case) -> float:
+    """Returns the bytes of frozen weights of a rank, given its unsharded weights."""
+    if case.streams_weights:
+        return 0.0
+    ranks = case.spread_weights
+    elements = held.frozen / ranks.get(COPIES, 1) + held.frozen_experts / ranks.get(EXPERT_COPIES, 1)
+    return held.frozen_itemsize * elements
+
+
+def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, case: Case) -> Memory:
     """Returns the memory of a pipeline rank.
 
     Args:
@@ -101,39 +80,39 @@ def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, sharing: 
         layout: the units of all ranks.
         rank: the pipeline rank.
         peak: the peak of its window.
-        sharing: how replicas share weights and states.
+        case: the case, whose options say where weights and states lie.
     """
-    held, on_host = held_weights(amounts, layout, rank), sharing.on_host
-    trained, mine = held.all_trained, sharing.part_of(held)
+    held, on_host = held_weights(amounts, layout, rank), bool(case.offload)
+    trained, mine = held.all_trained, case.stepped(held.trained, held.experts)
     names = [layout.units[unit] for unit in layout.units_of(rank)]
     copies: float = sum(amounts.copies.get(name, 0) for name in names) + peak.weights
     gradients: float = GRADIENT * trained
     buffers: float = 0
-    if sharing.parameters:
-        gradients, copies = GRADIENT * mine + peak.gradients, copies + sharing.copy_bytes * mine
-    elif sharing.states or on_host:  # a gradient reduction holds the gradients of a unit in a second buffer
+    if case.spread_weights:
+        gradients, copies = GRADIENT * mine + peak.gradients, copies + case.keeps_copies * ELEMENT[case.dtype] * mine
+    elif case.spread_gradients or on_host:  # a gradient reduction holds the gradients of a unit in a second buffer
         gradients += 0 if on_host else GRADIENT * mine
-        copies += _unsharded_bytes(amounts, names, sharing)
+        copies += _unsharded_bytes(amounts, names, case)
         units = [amounts.weights[name] for name in names if name in amounts.weights]
         buffers = GRADIENT * max((each.all_trained for each in units), default=0)
-    elif sharing.copies > 1:
+    elif case.sizes.copies > 1:
         buffers = min(BUCKET_BYTES, GRADIENT * trained)
     return Memory(
-        weights=(0 if on_host else PARAMETER * mine) + sharing.frozen_bytes_of(held),
+        weights=(0 if on_host else PARAMETER * mine) + frozen_bytes(held, case),
         gradients=gradients,
-        states=0 if on_host else sharing.state_bytes * mine,
+        states=0 if on_host else case.state_bytes * mine,
         copies=copies,
         activations=peak.activations,
         buffers=buffers,
     )
 
 
-def _unsharded_bytes(amounts: Amounts, names: Sequence[str], sharing: Sharing) -> float:
+def _unsharded_bytes(amounts: Amounts, names: Sequence[str], case: Case) -> float:
     """Returns the bytes of full fp32 weights outside this rank's shard on the device; other types count as copies
     already."""
     total = 0.0
     for kept in amounts.kept:
         if kept.element_bytes == PARAMETER:
-            ranks = sharing.expert_copies if kept.is_experts else sharing.copies
-            total += names.count(kept.units[0]) * kept.bytes * (1 if sharing.on_host else 1 - 1 / ranks)
+            ranks = case.spread_gradients.get(kept.axis, 1)
+            total += names.count(kept.units[0]) * kept.bytes * (1 if case.offload else 1 - 1 / ranks)
     return total

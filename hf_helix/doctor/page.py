@@ -18,21 +18,24 @@ import torch
 
 from hf_helix.config import HelixConfig
 from hf_helix.doctor.amounts.amounts import Amounts
-from hf_helix.doctor.memory import PARAMETER, Sharing, memory_of
+from hf_helix.doctor.case import Case
+from hf_helix.doctor.memory import memory_of
 from hf_helix.doctor.peaks import memory_of_window
-from hf_helix.doctor.simulated import amounts_of
-from hf_helix.doctor.step import Case, Step, profile_of, simulate_step
+from hf_helix.doctor.simulated import amounts_of, kinds_of
+from hf_helix.doctor.step import Step, profile_of, simulate_step
 from hf_helix.doctor.window import Fidelity
+from hf_helix.engine.advice import TYPES
 from hf_helix.engine.synthetic import model_on_meta
 from hf_helix.operators.moe.row_counts import assuming
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.schedule.placement import FRONT
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.schedule.slot_clock import stage_costs
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.predict import Prediction
 from hf_helix.planning.timing.profile import Profile
-from hf_helix.planning.timing.sizes import size_text
+from hf_helix.planning.timing.sizes import Sizes, size_text
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Layout
 from hf_helix.report.page import Part, WindowMemory, schedule_parts, stacked, window_part
@@ -54,7 +57,7 @@ def step_parts(amounts: Amounts, case: Case, cluster: Cluster) -> list[Part]:
     assert step.drawn is not None, "windows of so few operators are drawn"
     programs, timeline = step.drawn
     runs = None if cluster.device.host_runs_ahead else timeline
-    memory = window_memory(amounts, profile.layout, (programs, timeline), case.sharing, runs)
+    memory = window_memory(amounts, profile.layout, (programs, timeline), case, runs)
     schedule = Scheduler(case.schedule, case.sizes.pp, stage_costs(profile), spread=case.spread_vocabulary)(count)
     title = f"{size_text(case.sizes)}, plan {case.plan}, {count} of {case.microbatches} micro-batches"
     return [window_part({title: bars_of_timeline(timeline, programs)}, memory), *schedule_parts(profile, schedule)]
@@ -92,7 +95,7 @@ def window_memory(
     amounts: Amounts,
     layout: Layout,
     drawn: tuple[Sequence[Instruction], Timeline],
-    sharing: Sharing,
+    case: Case,
     runs: Timeline | None = None,
 ) -> WindowMemory:
     """Returns the memory of the fullest rank during a window.
@@ -101,14 +104,14 @@ def window_memory(
         amounts: the amounts of a rank.
         layout: the units of all ranks.
         drawn: the programs of all ranks, and their timeline.
-        sharing: how replicas share weights and states.
+        case: says where weights and states lie.
         runs: the timeline again, if the host computes; see `memory_of_window`.
     """
     programs, timeline = drawn
     found = []
     for rank, (places, memory) in enumerate(memory_of_window(amounts, layout, programs, runs)):
         peaks = list(memory)
-        parts = {peak: memory_of(amounts, layout, rank, peak, sharing) for peak in set(peaks)}
+        parts = {peak: memory_of(amounts, layout, rank, peak, case) for peak in set(peaks)}
         found.append(
             (max(each.total for each in parts.values()), rank, places, [parts[peak].parts() for peak in peaks])
         )
@@ -141,16 +144,27 @@ def memory_of_run(model: Any, profile: Profile, mesh: Mapping[str, Any], predict
             f"the profile is of another model than this {type(whole).__name__}, or of weights that are not all trained "
             "in fp32; memory is drawn for the model that was profiled"
         )
-    shared = about.get("weights", "")
-    copies = int(next(iter(re.findall(r"\d+", shared)), 1))
-    shards: dict[str, Any] = {"shard_optimizer": "stepped" in shared, "shard_parameters": "spread" in shared}
-    config = HelixConfig(**mesh, recompute=about.get("recompute"), **shards)
-    copy_bytes = (2 if autocast else PARAMETER) if "on the host" in shared else 0
+    shared, cp_size = about.get("weights", ""), mesh.get("cp_size", 1)
+    ranks = int(next(iter(re.findall(r"\d+", shared)), 1))
+    sizes = Sizes(cp=cp_size, dp=max(1, ranks // cp_size), ep=mesh.get("ep_size", 1))
+    on_host = re.search(r"(\w+) on the host", shared)
+    options: dict[str, Any] = {
+        "shard_optimizer": "stepped" in shared,
+        "shard_parameters": "spread" in shared,
+        "offload": on_host and on_host[1],
+        "spread_vocabulary": profile.layout.is_spread,
+    }
     batch, length = max(tuple(map(int, shape.split(" x ")[:2])) for shape in about["shapes"].split(", "))
-    dtype = getattr(torch, autocast[0]) if autocast else None
+    dtype = getattr(torch, autocast[0]) if autocast and autocast[0] != "float8" else None
+    config = HelixConfig(**mesh, recompute=about.get("recompute"), **options)
+    has_halves = any(name.startswith(FRONT) for name in profile.layout.units)
+    kinds = kinds_of(whole) if has_halves else None
     with assuming(1.0):
-        amounts = amounts_of(whole, config, batch, length, dtype, about["backend"], dp_size=copies)
+        amounts = amounts_of(whole, config, batch, length, dtype, about["backend"], kinds, sizes.dp)
+    unknown = {unit for unit in profile.layout.units if not profile.layout.graphs[unit].forward.transfers}
+    if not unknown <= amounts.weights.keys():
+        raise ValueError(f"the memory of {', '.join(sorted(unknown - amounts.weights.keys()))} is not counted")
     runs = None if about["backend"] == "nccl" else predicted.timeline
     drawn = predicted.instructions, predicted.timeline
-    sharing = replace(Sharing(copies, copies, *shards.values()), copy_bytes=copy_bytes)
-    return window_memory(amounts, profile.layout, drawn, sharing, runs)
+    case = Case(sizes, batch, length, 1, dtype=TYPES[dtype or torch.float32], **options)
+    return window_memory(amounts, profile.layout, drawn, case, runs)

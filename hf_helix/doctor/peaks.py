@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from hf_helix.doctor.amounts.amounts import Adders, Amounts, Gradient
 from hf_helix.doctor.amounts.lifetimes import outputs_of
-from hf_helix.doctor.memory import GRADIENT
+from hf_helix.doctor.case import GRADIENT
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.schedule.actions import Schedule, Slot
 from hf_helix.planning.schedule.memory import Passes, Peak
@@ -29,11 +29,6 @@ from hf_helix.planning.window.layout import Key, Layout, Name
 from hf_helix.planning.window.passes import MAX_COPIES
 
 # -- of a program ------------------------------------------------------------------------------------------------------
-
-
-def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruction], held: Held | None = None) -> Peak:
-    """Returns the peak memory of a rank's program, see `memory_of_program`."""
-    return _highest(memory_of_program(amounts, layout, program, held))
 
 
 def memory_of_program(
@@ -75,11 +70,8 @@ def peaks_of_window(
     amounts: Amounts, layout: Layout, programs: Sequence[Instruction], timeline: Timeline | None = None
 ) -> list[Peak]:
     """Returns the peak memory of each rank, see `memory_of_window`."""
-    return [_highest(memory) for _, memory in memory_of_window(amounts, layout, programs, timeline)]
-
-
-def _highest(memory: Iterator[Peak]) -> Peak:
-    return max(memory, key=lambda peak: peak.total, default=Peak())
+    by_rank = (memory for _, memory in memory_of_window(amounts, layout, programs, timeline))
+    return [max(memory, key=lambda peak: peak.total, default=Peak()) for memory in by_rank]
 
 
 def held_in(program: Sequence[Instruction], places: Sequence[int], timeline: Timeline | None) -> Held:

@@ -1,6 +1,6 @@
 """Communication once in a window: gradient reductions, and gathers of weights with `shard_optimizer`.
 
-In:   the gradients and the weights of every unit, and the ranks of every axis.
+In:   the gradients and the weights of every unit, a case, and a cluster.
 Out:  the gradient reductions and the gathers of a layout, and a profile with their seconds.
 Must hold: buckets and order are as in training; `hf_helix.planning` places reductions and gathers in a window. Two
 operators on one link each get half of its bandwidth.
@@ -8,15 +8,15 @@ operators on one link each get half of its bandwidth.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from hf_helix.doctor.amounts.amounts import Adders, Amounts, Gradient, KeptWeights
 from hf_helix.doctor.amounts.meter import Transfer
-from hf_helix.doctor.estimate import LEAST, Ring, transfer_seconds
-from hf_helix.doctor.memory import ELEMENT, GRADIENT, PARAMETER
+from hf_helix.doctor.case import ELEMENT, GRADIENT, PARAMETER, Case
+from hf_helix.doctor.estimate import LEAST, rings, transfer_seconds
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.timing.cluster import Cluster, Host
+from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.profile import Pair, Profile
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES
 from hf_helix.planning.window.layout import (
@@ -34,11 +34,22 @@ from hf_helix.planning.window.passes import BUCKET_BYTES, fill_buckets
 COPY = ELEMENT["bf16"]  # bytes of an element of cast weights
 
 
-def gradient_sums(
-    amounts: Amounts, layout: Layout, spread: Collection[str] = (), on_host: bool = False, often: bool = False
-) -> list[tuple[GradientReduction, int]]:
-    """Returns the gradient reductions of all ranks of a pipeline, each with its bytes of experts' gradients; `on_host`:
-    whether all gradients go to the host; `often`: whether shards are reduced in every micro-batch."""
+def with_reductions(profile: Profile, amounts: Amounts, case: Case, cluster: Cluster) -> Profile:
+    """Returns a profile with the gradient reductions and the gathers of weights of a window; where the host has weights
+    and states, with copies to and from the host.
+
+    Args:
+        profile: without them; of all layers, or of few.
+        amounts: the amounts of a rank of the case.
+        case: says over which ranks gradients and weights lie.
+        cluster: the rates of links, devices and hosts.
+    """
+    return _with_gathers(_with_sums(profile, amounts, case, cluster), amounts, case, cluster)
+
+
+def gradient_sums(amounts: Amounts, layout: Layout, case: Case) -> list[tuple[GradientReduction, int]]:
+    """Returns the gradient reductions of all ranks of a pipeline, each with its bytes of experts' gradients."""
+    spread, on_host = case.spread_gradients, bool(case.offload)
     found = []
     for rank in range(layout.num_ranks):
         completed = list(amounts.completed_gradients(layout, rank))
@@ -57,52 +68,32 @@ def gradient_sums(
             experts = GRADIENT * sum(made.elements for made, _ in bucket if made.is_experts)
             is_sharded = (EXPERT_COPIES if experts else COPIES) in spread and len({unit for unit, _ in adders}) == 1
             size = GRADIENT * sum(made.elements for made, _ in bucket)
-            found.append((GradientReduction(adders, size, often and is_sharded), experts))
+            found.append((GradientReduction(adders, size, case.reduces_often and is_sharded), experts))
     return found
 
 
-def profile_with_sums(
-    profile: Profile,
-    amounts: Amounts,
-    axes: Mapping[str, Ring],
-    cluster: Cluster,
-    spread: Collection[str] = (),
-    host: Host | None = None,
-    often: bool = False,
-) -> Profile:
-    """Returns the profile with gradient reductions in its layout, a copy to the host after each if one is given;
-    unchanged without replicas and host. `often`: see `gradient_sums`."""
-    if axes[COPIES].size == 1 and host is None:
+def _with_sums(profile: Profile, amounts: Amounts, case: Case, cluster: Cluster) -> Profile:
+    if case.sizes.copies == 1 and not case.offload:
         return profile
-    found = gradient_sums(amounts, profile.layout, spread, host is not None, often)
-    layout = replace(profile.layout, reductions=[made for made, _ in found], on_host=host is not None)
+    found, ring = gradient_sums(amounts, profile.layout, case), rings(cluster, case.sizes)[COPIES]
+    layout = replace(profile.layout, reductions=[made for made, _ in found], on_host=bool(case.offload))
     names = [name for name, _ in named_reductions(layout)]
-    seconds = [max(LEAST, _seconds(*each, axes, cluster, spread)) for each in found]
+    seconds = [max(LEAST, _seconds(*each, case, cluster)) for each in found]
     times = {**profile.times, **dict(zip(names, seconds, strict=True))}
-    if host is not None:
-        own = [_own_bytes(*each, axes, spread) for each in found]
-        times |= {
-            name: max(LEAST, each / host.bandwidth) for (name, _), each in zip(named_copies(layout), own, strict=True)
-        }
-    crosses = axes[COPIES].crosses
-    sent = {
-        name: axes[COPIES].sent((1 if spread else 2) * made.bytes) for name, (made, _) in zip(names, found, strict=True)
-    }
+    for (name, _), (made, experts) in zip(named_copies(layout), found, strict=False):
+        times[name] = max(LEAST, case.stepped(made.bytes - experts, experts) / cluster.host.bandwidth)
+    rounds = 1 if case.spread_gradients else 2
+    sent = {name: ring.sent(rounds * made.bytes) for name, (made, _) in zip(names, found, strict=True)}
     pairs = dict(profile.pairs)
-    if axes[COPIES].size > 1:
-        pairs |= _contended(layout, times, {**profile.bytes, **sent}, crosses, cluster)
+    if ring.size > 1:
+        pairs |= _contended(layout, times, {**profile.bytes, **sent}, ring.crosses, cluster)
     return replace(profile, layout=layout, times=times, pairs=pairs)
 
 
-def _seconds(
-    made: GradientReduction,
-    experts: int,
-    axes: Mapping[str, Ring],
-    cluster: Cluster,
-    spread: Collection[str],
-) -> float:
+def _seconds(made: GradientReduction, experts: int, case: Case, cluster: Cluster) -> float:
     """Returns the seconds in which gradients are copied into a bucket and reduced; a CPU also adds up and divides."""
     on_gpu, device, seconds = cluster.backend == "nccl", cluster.device, 0.0
+    axes, spread = rings(cluster, case.sizes), case.spread_gradients
     passes = (3 if on_gpu else 5) if spread else (2 if on_gpu else 4)
     for axis, held in ((COPIES, made.bytes - experts), (EXPERT_COPIES, experts)):
         if axes[axis].size > 1 and held:
@@ -111,12 +102,6 @@ def _seconds(
             sent = Transfer(axis, method, axes[axis].sent(times * held))
             seconds += transfer_seconds(sent, axes[axis], cluster)
     return seconds
-
-
-def _own_bytes(made: GradientReduction, experts: int, axes: Mapping[str, Ring], spread: Collection[str]) -> float:
-    """Returns the bytes of reduced gradients that a rank steps."""
-    parts = (COPIES, made.bytes - experts), (EXPERT_COPIES, experts)
-    return sum(held / (axes[axis].size if axis in spread else 1) for axis, held in parts)
 
 
 def _contended(
@@ -142,16 +127,14 @@ def _contended(
 # -- gathers of weights ------------------------------------------------------------------------------------------------
 
 
-def weight_gathers(
-    amounts: Amounts, layout: Layout, axes: Mapping[str, Ring], on_host: bool = False
-) -> list[tuple[WeightGather, KeptWeights]]:
-    """Returns the gathers of all ranks of a pipeline, each with its weights; `on_host`: whether these come from the
-    host."""
+def weight_gathers(amounts: Amounts, layout: Layout, case: Case) -> list[tuple[WeightGather, KeptWeights]]:
+    """Returns the gathers of all ranks of a pipeline, each with its weights; of weights that the host has, also with a
+    single replica."""
     found = []
     units = list(layout.units)
     for unit, name in enumerate(units):
         for kept in amounts.kept:
-            if kept.units[0] == name and (on_host or axes[_axis(kept)].size > 1):
+            if kept.units[0] == name and (case.offload or _ranks(kept, case) > 1):
                 # Names of units with shared weights occur once on a rank.
                 own = layout.units_of(layout.rank_of(unit))
                 others = (next(each for each in own if units[each] == other) for other in kept.units[1:])
@@ -159,49 +142,41 @@ def weight_gathers(
     return found
 
 
-def _axis(kept: KeptWeights) -> str:
-    return EXPERT_COPIES if kept.is_experts else COPIES
+def _ranks(kept: KeptWeights, case: Case) -> int:
+    """Returns the number of ranks that step some weights, each its shard."""
+    return case.spread_gradients.get(kept.axis, 1)
 
 
-def profile_with_gathers(
-    profile: Profile,
-    amounts: Amounts,
-    axes: Mapping[str, Ring],
-    cluster: Cluster,
-    host: Host | None = None,
-) -> Profile:
-    """Returns the profile with the gathers of weights in its layout, a copy from the host before each if one is given;
-    unchanged without replicas and host."""
-    found = weight_gathers(amounts, profile.layout, axes, host is not None)
+def _with_gathers(profile: Profile, amounts: Amounts, case: Case, cluster: Cluster) -> Profile:
+    found = weight_gathers(amounts, profile.layout, case)
     if not found:
         return profile
     layout = replace(profile.layout, gathers=[gather for gather, _ in found])
-    seconds = (gather_seconds(kept, axes, cluster, host is not None) for _, kept in found)
+    seconds = (gather_seconds(kept, case, cluster) for _, kept in found)
     times = {**profile.times, **dict(zip((name for name, _ in named_gathers(layout)), seconds, strict=True))}
-    if host is not None:
-        up = (name for name, op in named_copies(layout) if op.kind is Kind.UP)
-        own = (kept.bytes / axes[_axis(kept)].size for _, kept in found)
-        times |= {name: max(LEAST, each / host.bandwidth) for name, each in zip(up, own, strict=True)}
+    up = (name for name, op in named_copies(layout) if op.kind is Kind.UP)
+    for name, (_, kept) in zip(up, found, strict=False):
+        times[name] = max(LEAST, kept.bytes / _ranks(kept, case) / cluster.host.bandwidth)
     return replace(profile, layout=layout, times=times)
 
 
-def gather_seconds(kept: KeptWeights, axes: Mapping[str, Ring], cluster: Cluster, on_host: bool = False) -> float:
+def gather_seconds(kept: KeptWeights, case: Case, cluster: Cluster) -> float:
     """Returns the seconds in which a rank casts its shard of some weights, if need be and unless the host has done so,
     and gathers the full weights."""
-    ring, device = axes[_axis(kept)], cluster.device
-    is_cast = kept.element_bytes != PARAMETER and not on_host
-    seconds = device.moving_seconds(kept.elements / ring.size * (PARAMETER + kept.element_bytes)) if is_cast else 0.0
-    if ring.size == 1:
-        return max(LEAST, seconds)
-    sent = Transfer(_axis(kept), "all_gather", ring.sent(kept.bytes))
-    return max(LEAST, seconds + transfer_seconds(sent, ring, cluster))
+    ring, ranks = rings(cluster, case.sizes)[kept.axis], _ranks(kept, case)
+    is_cast = kept.element_bytes != PARAMETER and not case.offload
+    moved = kept.elements / ranks * (PARAMETER + kept.element_bytes)
+    seconds = cluster.device.moving_seconds(moved) if is_cast else 0.0
+    if ranks > 1:
+        seconds += transfer_seconds(Transfer(kept.axis, "all_gather", ring.sent(kept.bytes)), ring, cluster)
+    return max(LEAST, seconds)
 
 
-def cast_seconds(amounts: Amounts, layout: Layout, cluster: Cluster, gathered: bool) -> float:
+def cast_seconds(amounts: Amounts, layout: Layout, case: Case, cluster: Cluster) -> float:
     """Returns the seconds in which the first forward pass of a window, through all stages, casts weights to the type of
     matrix products; later passes reuse the copies. Gathered weights are cast before their gather (`gather_seconds`),
-    and do not count here."""
-    found = 0.0
+    and do not count here, like weights that the host has cast."""
+    found, gathered = 0.0, bool(case.offload or weight_gathers(amounts, layout, case))
     for name in layout.units:
         cast = sum(each.bytes for each in amounts.kept if each.units[0] == name and each.is_cast and not gathered)
         # Weights shared with a later unit stay in the trained type: the first unit looks rows up in them.

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from textwrap import fill
 
 from hf_helix.config import AUTO, OFFLOAD
+from hf_helix.doctor.case import Case
 from hf_helix.doctor.estimate import used_rings
 from hf_helix.doctor.layouts import CLOSE, Dropped, Ranking, is_plain
 from hf_helix.doctor.memory import bytes_text, needs_text
-from hf_helix.doctor.step import Case, Step
+from hf_helix.doctor.step import Step
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.registry import runs_one_strand
 from hf_helix.planning.timing.cluster import Cluster
@@ -81,7 +82,7 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
             f"  gathers       {step.gathers:10.3f} s     of it in {what} of weights, forward and backward of "
             f"every micro-batch: {share:.0%} of the computation"
         )
-    elif case.sharing.states or case.offload:
+    elif (case.shard_optimizer and case.sizes.spread()) or case.offload:
         others = "the host has" if case.offload else "other ranks have"
         yield f"  gathers       {step.waits:10.3f} s     of the window, for weights that {others} stepped"
     if step.casts:

@@ -43,9 +43,10 @@ from typing import NamedTuple
 
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.amounts.meter import MATMUL, Transfer
+from hf_helix.doctor.case import ELEMENT, GRADIENT, PARAMETER, Case
 from hf_helix.doctor.estimate import estimate_profile, ring_of, transfer_seconds
-from hf_helix.doctor.memory import ELEMENT, GRADIENT, PARAMETER, Memory
-from hf_helix.doctor.step import OPTIMIZER_BYTES, Case, Step, layout_of, memory_of_case, model_flops
+from hf_helix.doctor.memory import Memory
+from hf_helix.doctor.step import OPTIMIZER_BYTES, Step, layout_of, memory_of_case, model_flops
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.profile import Pair
@@ -143,7 +144,7 @@ def simulate_rival(
         fused_loss: whether the loss keeps no logits in fp32.
     """
     layout, host = layout_of(amounts, case), cluster.host
-    profile = estimate_profile(amounts, layout, case.sizes, cluster, case.dtype)
+    profile = estimate_profile(amounts, layout, case, cluster)
     shards = cluster.devices_per_node if name == HSDP else cluster.devices
     ring, offloads, size = ring_of(cluster, (shards, 1)), name in ON_HOST, ELEMENT[case.dtype]
     summed = GRADIENT if name == HSDP else size  # bytes of an element of gradients in a reduction

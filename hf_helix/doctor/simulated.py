@@ -20,8 +20,8 @@ from hf_helix.config import HelixConfig
 from hf_helix.doctor.amounts.amounts import Amounts, Model, SimulatedStreams, count_amounts, of_slices_alone
 from hf_helix.doctor.amounts.mesh import META, SimulatedMesh, simulated_mesh
 from hf_helix.doctor.amounts.meter import Meter, meta_as
+from hf_helix.doctor.case import Case
 from hf_helix.doctor.estimate import inter_node_axes
-from hf_helix.doctor.step import Case
 from hf_helix.engine.build import declare
 from hf_helix.engine.microbatches import LossScale, WindowMaker
 from hf_helix.engine.recompute import modes_of
@@ -40,7 +40,6 @@ from hf_helix.planning.schedule.placement import FRONT, REAR, split_layers, stag
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.sizes import Sizes
-from hf_helix.planning.window.layout import Layout
 from hf_helix.report.flops import token_flops
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import Stage, place_units
@@ -66,7 +65,6 @@ class SimulatedModel:
             self.without_images = str(error)
         self.images_per_row = (1 if images_per_row is None else images_per_row) if self.image_tokens else 0
         self._amounts: dict[object, Amounts | ValueError] = {}
-        self._layouts: dict[object, Layout] = {}
         self._kinds: Kinds | None = None
 
     @property
@@ -99,43 +97,31 @@ class SimulatedModel:
     def amounts(self, case: Case) -> Amounts:
         """Returns the amounts of a rank for a micro-batch. Raises ValueError if the model cannot be cut like this."""
         sizes, spread = case.sizes, case.spread_weights
-        # The number of ranks over which weights are sharded changes only gathers; the axes between nodes change only
-        # kinds of operators.
-        ways = case.recompute, case.dtype, case.expert_capacity_factor, case.layers_per_stage is not None
-        options = *ways, case.float8, case.whole_logits
-        slices = sizes.pp if case.spread_vocabulary else 1
-        cut: tuple[object, ...] = sizes.tp, sizes.cp, sizes.ep, slices, *options, tuple(spread)
-        if case.streams_weights:  # the copies from the host change as well
-            cut = *cut, tuple(spread.values())
-        key = cut, case.batch, case.length, case.imbalance
+        ways = case.recompute, case.dtype, case.expert_capacity_factor, case.float8, case.whole_logits, case.imbalance
+        cut = sizes.tp, sizes.cp, sizes.ep, case.spread_vocabulary and sizes.pp, case.layers_per_stage is not None
+        crossing = tuple(inter_node_axes(self.cluster, sizes, bool(spread)))
+        key = cut, case.batch, case.length, ways, tuple(spread.items()), case.streams_weights, crossing
         if key not in self._amounts:
-            self._amounts[key] = self._counted(case)
+            try:
+                self._amounts[key] = self._counted(case, crossing)
+            except ValueError as error:
+                self._amounts[key] = error
         amounts = self._amounts[key]
         if isinstance(amounts, ValueError):
             raise amounts
-        crossing = tuple(inter_node_axes(self.cluster, sizes, bool(spread)))
-        if (cut, crossing) not in self._layouts:
-            config, dtype = _config_of(case), TYPES[case.dtype]
-            mesh, kinds = _mesh_of(config, self.cluster.backend, sizes.dp, crossing), self._kinds_for(case)
-            self._layouts[cut, crossing] = _one_of_each(_declared(self.model, config, mesh, kinds, dtype)).layout
-        return replace(amounts, layout=self._layouts[cut, crossing]).over(spread)
+        return amounts
 
     def _kinds_for(self, case: Case) -> Kinds:
         """Returns the kinds of layers; with halves of layers only for cases that may cut layers."""
         self._kinds = self._kinds or kinds_of(self.model)
         return self._kinds if case.layers_per_stage else replace(self._kinds, halved=())
 
-    def _counted(self, case: Case) -> Amounts | ValueError:
-        sizes, dtype = case.sizes, TYPES[case.dtype]
-        try:
-            kinds = self._kinds_for(case)
-            kinds.family.check(base_of(self.model).config, sizes.tp)
-            config, backend = _config_of(case), self.cluster.backend
-            with assuming(case.imbalance), whole_logits() if case.whole_logits else nullcontext():
-                images = self.images_per_row * case.batch
-                return amounts_of(self.model, config, case.batch, case.length, dtype, backend, kinds, sizes.dp, images)
-        except ValueError as error:
-            return error
+    def _counted(self, case: Case, crossing: Collection[str]) -> Amounts:
+        kinds, sizes = self._kinds_for(case), case.sizes
+        kinds.family.check(base_of(self.model).config, sizes.tp)
+        run = TYPES[case.dtype], self.cluster.backend, kinds, sizes.dp, self.images_per_row * case.batch, crossing
+        with assuming(case.imbalance), whole_logits() if case.whole_logits else nullcontext():
+            return amounts_of(self.model, _config_of(case), case.batch, case.length, *run)
 
 
 def _config_of(case: Case) -> HelixConfig:
@@ -202,12 +188,13 @@ def amounts_of(
     kinds: Kinds | None = None,
     dp_size: int = 1,
     images: int = 0,
+    inter_node_axes: Collection[str] = (),
 ) -> Amounts:
-    """Returns the amounts of a rank for a micro-batch of `batch` sequences, on a node with all ranks, with as many
-    sample images as `images` says in all (`Towers.sample`). The model, on the meta
-    device, is not changed. Raises ValueError if the model cannot be cut to these sizes."""
+    """Returns the amounts of a rank for a micro-batch of `batch` sequences, on a node with all ranks but those of some
+    axes, with as many sample images as `images` says in all (`Towers.sample`). The model, on the meta device, is not
+    changed. Raises ValueError if the model cannot be cut to these sizes."""
     base = base_of(model)
-    simulated = _mesh_of(config, backend, dp_size)
+    simulated = _mesh_of(config, backend, dp_size, inter_node_axes)
     kinds = kinds or replace(kinds_of(model), halved=())
     make_buffers = kinds.family.empty(base, config.tp_size)
     declared = _declared(model, config, simulated, kinds, autocast_dtype)

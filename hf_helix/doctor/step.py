@@ -11,122 +11,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hf_helix.config import AUTO, EVERY_MICROBATCH, OFFLOAD, PARAMETERS
+from hf_helix.config import AUTO, EVERY_MICROBATCH, OFFLOAD
 from hf_helix.doctor.amounts.amounts import Amounts
-from hf_helix.doctor.estimate import estimate_profile, rings
-from hf_helix.doctor.memory import ELEMENT, GRADIENT, PARAMETER, STATES, Memory, Sharing, held_weights, memory_of
+from hf_helix.doctor.case import ELEMENT, GRADIENT, PARAMETER, Case
+from hf_helix.doctor.estimate import estimate_profile
+from hf_helix.doctor.memory import Memory, held_weights, memory_of
 from hf_helix.doctor.peaks import full_gradients, peaks_of_schedules, peaks_of_window
-from hf_helix.doctor.reductions import cast_seconds, profile_with_gathers, profile_with_sums, weight_gathers
-from hf_helix.doctor.window import Fidelity, WindowClock, schedule_of, usual_schedules
+from hf_helix.doctor.reductions import cast_seconds, with_reductions
+from hf_helix.doctor.window import Drawing, Fidelity, WindowClock, schedule_of, usual_schedules
 from hf_helix.engine.build import FULL_GRADIENTS
 from hf_helix.operators.vocab_pipeline import slice_names
 from hf_helix.planning.graph.backward import transfer_graphs
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
-from hf_helix.planning.plan.registry import make_plan, runs_one_strand
+from hf_helix.planning.plan.registry import runs_one_strand
+from hf_helix.planning.schedule.actions import Slot
 from hf_helix.planning.schedule.memory import MemoryLimit, Passes, Peak
-from hf_helix.planning.schedule.placement import (
-    FRONT,
-    REAR,
-    count_layers,
-    half_name,
-    layer_ranks,
-    ranges_of,
-    stage_ranks,
-)
-from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.schedule.placement import FRONT, REAR, count_layers, half_name, ranges_of
 from hf_helix.planning.timing.cluster import Cluster
-from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
-from hf_helix.planning.timing.sizes import Sizes
-from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Layout, named_operators, place_names
-from hf_helix.planning.window.program import build_programs
 
 OPTIMIZER_BYTES = 32
 """Bytes moved by the optimizer per element: gradient, weight and two states read, weight and states written, the
 gradient read once more for its norm."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A layout with its micro-batches and options."""
-
-    sizes: Sizes
-    batch: int
-    length: int
-    microbatches: int  # micro-batches of a window, on each data-parallel rank
-    plan: str = "greedy"
-    schedule: str = "auto"
-    recompute: str = "none"
-    # as in `HelixConfig`: each replica updates a shard of the weights, with reduce-scattered gradients, and weights are
-    # gathered once in a window, overlapped with its first forward pass
-    shard_optimizer: bool = False
-    shard_parameters: bool = False
-    reduce_gradients: str = "window"  # as in `HelixConfig`: "window" or "microbatch", see `with_usual_reduction`
-    dtype: str = "bf16"
-    # rows of the experts on the busiest rank relative to the mean. Routing depends on the data, so the factor is given,
-    # not predicted. Time and memory are for a rank with this factor in every layer: an upper estimate if layers differ.
-    # With the factor of the most uneven layer, the predicted memory of a small mixture on two ranks was 1.27 to 1.50
-    # times the counted memory
-    imbalance: float = 1.0
-    expert_capacity_factor: float | None = None  # as in `HelixConfig`: all experts get equal rows, for any routing
-    state_bytes: float = STATES  # bytes of the optimizer's states for an element
-    layers_per_stage: tuple[float, ...] | None = None  # as in `HelixConfig`
-    cuda_graphs: str = AUTO  # as in `HelixConfig`: "auto", "true" or "false"
-    offload: str | None = None  # as in `HelixConfig`
-    spread_vocabulary: bool = False  # as in `HelixConfig`
-    image_share: float = 0.0  # as in `HelixConfig`
-    whole_logits: bool = False  # of rivals: a loss is never computed in tiles, see `hf_helix.operators.vocab_tiles`
-    float8: str | None = None  # as in `HelixConfig`
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step, of all data-parallel ranks."""
-        return self.batch * self.length * self.microbatches * self.sizes.dp
-
-    @property
-    def stage_ranks(self) -> tuple[int, ...]:
-        """The pipeline rank of each virtual stage."""
-        return stage_ranks(self._placement, self.sizes.pp)
-
-    @property
-    def layer_ranks(self) -> tuple[int, ...]:
-        """The pipeline rank of each virtual stage with layers."""
-        return layer_ranks(self._placement, self.sizes.pp)
-
-    @property
-    def _placement(self) -> str:
-        return Scheduler(self.schedule, self.sizes.pp, spread=self.spread_vocabulary).placement
-
-    @property
-    def streams_weights(self) -> bool:
-        """Whether every use of weights copies them from the host."""
-        return self.offload == PARAMETERS
-
-    @property
-    def spread_weights(self) -> dict[str, int]:
-        """Number of ranks by axis over which weights are sharded."""
-        return self.sizes.spread() if self.shard_parameters else {}
-
-    @property
-    def spread_gradients(self) -> dict[str, int]:
-        """Number of ranks by axis over which gradients are reduce-scattered; other axes all-reduce gradients."""
-        return self.sizes.spread() if self.shard_parameters or self.shard_optimizer else {}
-
-    @property
-    def reduces_often(self) -> bool:
-        """Whether gradients of shards are reduced in every micro-batch."""
-        return self.shard_parameters and self.reduce_gradients == EVERY_MICROBATCH
-
-    @property
-    def sharing(self) -> Sharing:
-        """How replicas shard weights and optimizer states."""
-        sizes, several = self.sizes, bool(self.sizes.spread())
-        states, parameters = self.shard_optimizer and several, self.shard_parameters and several
-        copied = bool(self.offload), ELEMENT[self.dtype] if self.offload and not self.streams_weights else 0
-        return Sharing(sizes.copies, sizes.expert_copies, states, parameters, self.state_bytes, *copied)
 
 
 @dataclass(frozen=True)
@@ -155,7 +64,7 @@ class Step:
     replayed: bool = False  # whether the host issues the window as a CUDA graph
     fidelity: Fidelity = Fidelity.QUICK
     # the programs and the timeline of the window, for a picture; None if not drawn
-    drawn: tuple[Sequence[Instruction], Timeline] | None = field(default=None, repr=False)
+    drawn: Drawing | None = field(default=None, repr=False)
     # bytes of a node's host: weights, states and gradients, and inputs of layers; 0 if these are on devices
     host: float = 0.0
 
@@ -217,7 +126,7 @@ def even_counts(amounts: Amounts, case: Case, cluster: Cluster) -> tuple[float, 
     units, and in halves if the amounts have halves of layers."""
     names, model = amounts.layout.units, amounts.model
     seconds = dict.fromkeys(names, 0.0)
-    profile = estimate_profile(amounts, amounts.layout, case.sizes, cluster, case.dtype)
+    profile = estimate_profile(amounts, amounts.layout, case, cluster)
     for name, op in named_operators(amounts.layout):
         seconds[name[0]] += profile.times[name] if op.kind is Kind.COMPUTE else 0.0
     layer = sum(seconds[name] for name in model.units[1:-1]) / model.layers
@@ -235,20 +144,8 @@ def even_counts(amounts: Amounts, case: Case, cluster: Cluster) -> tuple[float, 
 
 def profile_of(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = False) -> Profile:
     """Returns the times of the operators of a case; if `whole`, with gradient reductions and weight gathers."""
-    profile = estimate_profile(amounts, layout_of(amounts, case), case.sizes, cluster, case.dtype)
+    profile = estimate_profile(amounts, layout_of(amounts, case), case, cluster)
     return with_reductions(profile, amounts, case, cluster) if whole else profile
-
-
-def with_reductions(profile: Profile, amounts: Amounts, case: Case, cluster: Cluster) -> Profile:
-    """Returns a profile with the gradient reductions and the gathers of weights of a window."""
-    axes, spread, host = rings(cluster, case.sizes), case.spread_gradients, cluster.host if case.offload else None
-    profile = profile_with_sums(profile, amounts, axes, cluster, spread, host, case.reduces_often)
-    if case.shard_optimizer:
-        return profile_with_gathers(profile, amounts, axes, cluster, host)
-    if host is None or case.spread_weights:
-        return profile
-    alone = {name: replace(ring, size=1) for name, ring in axes.items()}  # every replica has all it steps
-    return profile_with_gathers(profile, amounts, alone, cluster, host)
 
 
 def memory_of_case(
@@ -267,7 +164,7 @@ def memory_of_case(
     """
     layout = layout or layout_of(amounts, case)
     peaks = peaks or peaks_of_case(amounts, case, layout)
-    found = [memory_of(amounts, layout, rank, peak, case.sharing) for rank, peak in enumerate(peaks)]
+    found = [memory_of(amounts, layout, rank, peak, case) for rank, peak in enumerate(peaks)]
     return max(found, key=lambda memory: memory.total)
 
 
@@ -285,7 +182,7 @@ def memory_limit(amounts: Amounts, case: Case, layout: Layout, memory: float) ->
     is_single, room = case.microbatches == 1, []
     for rank in range(layout.num_ranks):
         held = Peak(gradients=full_gradients(amounts, layout, rank, is_single, case.reduces_often))
-        room.append(memory - memory_of(amounts, layout, rank, held, case.sharing).total)
+        room.append(memory - memory_of(amounts, layout, rank, held, case).total)
     return MemoryLimit(passes, room)
 
 
@@ -296,17 +193,37 @@ def peaks_of_case(amounts: Amounts, case: Case, layout: Layout) -> list[Peak]:
     return peaks_of_schedules(amounts, layout, usual, two_strands, case.reduces_often)
 
 
-def _peaks_of_programs(amounts: Amounts, case: Case, cluster: Cluster, clock: WindowClock) -> list[Peak]:
-    """Returns the peak memory of each rank by the programs of its plan, in a window long enough for the peak."""
-    count = min(case.microbatches, 2 * case.sizes.pp + 2)
-    schedule = schedule_of(clock.named, case.sizes.pp, count, case.spread_vocabulary)
-    planned = clock.all_layers  # memory is not linear in the number of layers, which decides the position of the peak
-    layout = planned.profile.layout
-    if not cluster.device.host_runs_ahead:  # on a CPU memory depends on when instructions run
+def _peaks_of_search(amounts: Amounts, case: Case, layout: Layout, room: float) -> list[Peak]:
+    """Returns the peak memory of each pipeline rank under a schedule that a run may search.
+
+    A search keeps no more activations than the usual schedules, but runs forward passes alone that these run beside a
+    backward pass, which then frees nothing meanwhile; and no more memory than there is `room` for in a device.
+    """
+    usual = peaks_of_case(amounts, case, layout)
+    if case.schedule != AUTO or case.sizes.pp == 1:
+        return usual
+    apart = [
+        [[Slot.alone(action) for slot in slots for action in slot.actions] for slots in schedule]
+        for schedule in usual_schedules(AUTO, case.sizes.pp, case.microbatches, layout.is_spread)
+    ]
+    peaks = peaks_of_schedules(amounts, layout, apart, not runs_one_strand(case.plan), case.reduces_often)
+    return peaks if memory_of_case(amounts, case, layout, peaks).total <= room else usual
+
+
+def _peaks_of_programs(
+    amounts: Amounts, case: Case, cluster: Cluster, clock: WindowClock, drawn: Drawing | None
+) -> list[Peak]:
+    """Returns the peak memory of each rank by the programs of its plan: of the drawn window, or else of a window long
+    enough for the peak. On a CPU memory depends on when instructions run."""
+    planned = clock.planned
+    if drawn is None:
+        count = min(case.microbatches, 2 * case.sizes.pp + 2)
+        schedule = schedule_of(clock.named, case.sizes.pp, count, case.spread_vocabulary)
         predicted = predict(planned.plan, planned.profile, schedule, timeline=True)
-        return peaks_of_window(amounts, layout, predicted.instructions, predicted.timeline)
-    programs = build_programs(schedule, layout, planned.plan)
-    return peaks_of_window(amounts, layout, [made for of_rank in programs for made in of_rank])
+        drawn = predicted.instructions, predicted.timeline
+    programs, timeline = drawn
+    runs = None if cluster.device.host_runs_ahead else timeline
+    return peaks_of_window(amounts, planned.profile.layout, programs, runs)
 
 
 def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, fidelity: Fidelity = Fidelity.DRAWN) -> Step:
@@ -322,17 +239,8 @@ def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, fidelity: Fide
         ValueError: the layout cannot be built.
     """
     profile = profile_of(amounts, case, cluster)
-
-    def made(profile: Profile) -> Plan:
-        if fidelity is Fidelity.QUICK:  # with reductions, rules search the number of deferred weight gradients: slow
-            profile = replace(profile, layout=replace(profile.layout, reductions=(), gathers=()))
-        return make_plan(case.plan, profile, model=amounts.model.name, mesh={"tp_size": case.sizes.tp})
-
-    def complete(profile: Profile) -> Profile:
-        return with_reductions(profile, amounts, case, cluster)
-
     limit = memory_limit(amounts, case, profile.layout, cluster.device.memory)
-    clock = WindowClock(profile, made, complete, case.schedule, case.microbatches, fidelity, limit)
+    clock = WindowClock(profile, amounts, case, cluster, fidelity, limit)
     return _step(amounts, case, cluster, profile, clock)
 
 
@@ -345,25 +253,17 @@ def simulate_plan(
     fidelity: Fidelity = Fidelity.DRAWN,
 ) -> Step:
     """Returns the optimizer step of a case under a given plan, in place of `case.plan`."""
-    has_reductions = profile.layout.reductions or profile.layout.gathers
-
-    def complete(profile: Profile) -> Profile:
-        return with_reductions(profile, amounts, case, cluster) if has_reductions else profile
-
-    clock = WindowClock(profile, lambda _: plan, complete, case.schedule, case.microbatches, fidelity)
+    reduces = bool(profile.layout.reductions or profile.layout.gathers)
+    clock = WindowClock(profile, amounts, case, cluster, fidelity, plan=plan, reduces=reduces)
     return _step(amounts, case, cluster, profile, clock)
 
 
 def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, clock: WindowClock) -> Step:
     layout, window, count = profile.layout, clock.time(), case.microbatches
     if clock.fidelity is Fidelity.QUICK or clock.changes_operators:  # changed operators have no counted memory
-        peaks = peaks_of_case(amounts, case, layout)
-    elif window.drawing is not None:
-        programs, timeline = window.drawing
-        runs = None if cluster.device.host_runs_ahead else timeline
-        peaks = peaks_of_window(amounts, clock.planned.profile.layout, programs, runs)
+        peaks = _peaks_of_search(amounts, case, layout, cluster.device.memory)
     else:
-        peaks = _peaks_of_programs(amounts, case, cluster, clock)
+        peaks = _peaks_of_programs(amounts, case, cluster, clock, window.drawing)
     names = [layout.units[unit] for unit in layout.units_of(clock.busiest)]
     operators = [(op, profile.times[name, entry]) for name in names for entry, op in layout.graphs[name].entries()]
     loads = dict.fromkeys(Kind, 0.0)
@@ -372,14 +272,14 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
     device, replayed = cluster.device, is_replayed(case, layout, cluster)
     issuing = device.replay_seconds if replayed else len(operators) * count * device.issue_seconds
     issuing = issuing if device.host_runs_ahead else 0.0
-    gathers_weights = case.shard_optimizer and bool(weight_gathers(amounts, layout, rings(cluster, case.sizes)))
-    casts = cast_seconds(amounts, layout, cluster, gathers_weights or bool(case.offload))
-    stepped = [case.sharing.part_of(held_weights(amounts, layout, rank)) for rank in range(layout.num_ranks)]
+    casts = cast_seconds(amounts, layout, case, cluster)
+    held = (held_weights(amounts, layout, rank) for rank in range(layout.num_ranks))
+    stepped = [case.stepped(each.trained, each.experts) for each in held]
     of_node = cluster.devices_per_node * sum(stepped) / len(stepped)
     optimizer, waits, hiding = _optimizer_seconds(case, cluster, stepped, of_node), window.waits, 0.0
     if case.offload:  # copies of a slice run beside updates of others; of each unit, there is one at least
         hiding = optimizer * (1 - 1 / len(names))
-    if case.sharing.copy_bytes and case.spread_weights:  # before the window
+    if case.keeps_copies and case.spread_weights:  # before the window
         casts += max(0.0, max(stepped) * ELEMENT[case.dtype] / cluster.host.bandwidth - hiding)
     return Step(
         case,

@@ -1,33 +1,37 @@
-"""The window of a step: its seconds by the clock of plans, whole or at reduced fidelity.
+"""The window of a step: its seconds by the clock of plans, whole, or with few layers for a search.
 
-In:   a profile with its gradient reductions and weight gathers, a rule or a plan, the name of a schedule.
+In:   a case with its profile, amounts and cluster.
 Out:  a `WindowTime`.
-Must hold: every figure is a prediction of `hf_helix.planning`; reduced fidelity changes only the numbers of predicted
-layers and ranks.
+Must hold: every figure is a prediction of `hf_helix.planning`; a search changes only the numbers of layers and of
+micro-batches that are predicted.
 
-Deep models and long windows repeat themselves. At reduced fidelity two windows are predicted, with few layers on every
-stage and with one or two periods of layers more, and the difference is extrapolated to all layers. In a search, two
-short windows of a pipeline are predicted, and their difference is extrapolated to all micro-batches.
+Deep models and long windows repeat themselves. In a search two windows are predicted, with few layers on every stage
+and with one period of layers more, and the difference is extrapolated to all layers; likewise two short windows of a
+pipeline, whose difference is extrapolated to all micro-batches.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from hf_helix.config import AUTO
+from hf_helix.doctor.amounts.amounts import Amounts
+from hf_helix.doctor.case import Case
 from hf_helix.doctor.estimate import LEAST
+from hf_helix.doctor.reductions import with_reductions
 from hf_helix.operators.vocab_pipeline import FIRST, NEXT
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
-from hf_helix.planning.plan.registry import runs_one_strand
+from hf_helix.planning.plan.registry import make_plan, runs_one_strand
 from hf_helix.planning.schedule.actions import Schedule
 from hf_helix.planning.schedule.memory import MemoryLimit
 from hf_helix.planning.schedule.named import FOLDED, NAMED_SCHEDULES
 from hf_helix.planning.schedule.scheduler import ON_ONE_RANK, Scheduler
 from hf_helix.planning.schedule.slot_clock import Costs, simulate_schedule, stage_costs
+from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.predict import Prediction, predict
 from hf_helix.planning.timing.profile import Profile
@@ -38,13 +42,11 @@ from hf_helix.runtime.trace import Interval, common, merge
 
 PERIODS = 12  # longest period, in layers, looked for in a model
 WAITING = 4  # micro-batches of the window for waits at weight gathers; later micro-batches do not wait
-COMPARED = (4, 6)  # micro-batches of the two windows whose difference gives the exposed communication per micro-batch
+COMPARED = (6, 8)  # micro-batches of the two windows whose difference gives the exposed communication per micro-batch
 SHORT = 2, 3  # micro-batches, for each pipeline rank, of the two windows whose difference is that of more micro-batches
 CHOSEN = 3  # micro-batches, for each pipeline rank, of the window that compares the schedules of "auto"
 REMEMBERED = 4  # micro-batches, for each pipeline rank, of a window long enough for the peak memory
 OPERATORS = 60_000  # most operators of a window simulated one by one, and drawn
-MakePlan = Callable[[Profile], Plan]
-Complete = Callable[[Profile], Profile]  # adds gradient reductions and weight gathers to a profile without them
 Drawing = tuple[Sequence[Instruction], Timeline]
 
 
@@ -53,25 +55,18 @@ class Fidelity(Enum):
 
     Attributes:
         QUICK: few layers, a plan made without gradient reductions, memory by the schedule; for a search.
-        REDUCED: few layers, with exposed communication, waits, and memory by the programs.
-        WHOLE: all layers and ranks; long windows by their steady state.
+        WHOLE: all layers and ranks, with exposed communication, waits, and memory by the programs; long windows by
+            their steady state.
         DRAWN: as `WHOLE`, but short windows operator by operator, under the schedule searched in a run.
     """
 
     QUICK = "quick"
-    REDUCED = "reduced"
     WHOLE = "whole"
     DRAWN = "drawn"
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether all layers and ranks are predicted."""
-        return self in (Fidelity.WHOLE, Fidelity.DRAWN)
 
-
-LAYERS = {Fidelity.QUICK: (2, 3), Fidelity.REDUCED: (2, 4), Fidelity.WHOLE: (2, 3), Fidelity.DRAWN: (2, 3)}
-FEWEST = 1, 2
-"""Periods of layers on a stage in the two predicted windows, by fidelity; `FEWEST` for pipelines in a search."""
+LAYERS, FEWEST = (2, 3), (1, 2)
+"""Periods of layers on a stage in the two windows of a search, without and with a pipeline."""
 
 
 @dataclass(frozen=True)
@@ -101,109 +96,103 @@ class WindowClock:
 
     Args:
         profile: of all layers and ranks, without gradient reductions and gathers of weights.
-        make_plan: returns the plan of a profile; called for each number of layers, and once at whole fidelity.
-        complete: adds gradient reductions and gathers of weights to a profile.
-        schedule: the name of a schedule, or "auto".
-        microbatches: of the window.
+        amounts: the amounts of a rank of the case.
+        case: the case.
+        cluster: the cluster.
         fidelity: how much of the window is predicted.
         limit: of the memory of the window under "auto"; None without a limit.
+        plan: the plan; None for a plan by the rule of the case.
+        reduces: whether gradients are reduced and weights gathered in the window.
     """
 
     def __init__(
         self,
         profile: Profile,
-        make_plan: MakePlan,
-        complete: Complete,
-        schedule: str,
-        microbatches: int,
+        amounts: Amounts,
+        case: Case,
+        cluster: Cluster,
         fidelity: Fidelity,
         limit: MemoryLimit | None = None,
+        plan: Plan | None = None,
+        reduces: bool = True,
     ) -> None:
         self.layout = profile.layout
         self.fidelity = fidelity
         self.busiest = busiest_rank(profile)
-        self._profile, self._make_plan, self._complete, self._microbatches = profile, make_plan, complete, microbatches
-        self._ranks = self.layout.num_ranks
-        self._asked, self._limit = schedule, limit
+        self._profile, self._amounts, self._case, self._cluster = profile, amounts, case, cluster
+        self._ranks, self._microbatches = self.layout.num_ranks, case.microbatches
+        self._limit, self._plan, self._reduces = limit, plan, reduces
 
     @functools.cached_property
     def _costs(self) -> Costs:
         """Costs of the stages, for the choice of a schedule."""
         costs = stage_costs(self._profile)
-        return replace(costs, gain=1.0) if runs_one_strand(self._reduced[0][0].plan.rule) else costs
+        return replace(costs, gain=1.0) if runs_one_strand(self._example.plan.rule) else costs
 
     @functools.cached_property
     def named(self) -> str:
         """The fastest of the named schedules that the run may choose."""
-        return named_schedule(self._asked, self.layout, self._microbatches, self._costs)
+        return named_schedule(self._case.schedule, self.layout, self._microbatches, self._costs)
 
     @functools.cached_property
     def planned(self) -> Planned:
         """Profile and plan of all layers."""
         return self._planned(self.layout)
 
+    @functools.cached_property
+    def _few_layers(self) -> tuple[Sequence[Planned], float]:
+        """Profiles and plans with few and with more layers, and the factor of extrapolation (see `reduced_layers`)."""
+        layouts, times = reduced_layers(self.layout, FEWEST if self._ranks > 1 else LAYERS)
+        return [self._planned(each) for each in layouts], times
+
     @property
-    def all_layers(self) -> Planned:
-        """Profile of all layers, with the plan of few layers at reduced fidelity."""
-        if self.fidelity.is_whole:
-            return self.planned
-        return Planned(self._complete(self._profile), self._reduced[0][-1].plan)
+    def _example(self) -> Planned:
+        return self._few_layers[0][0] if self.fidelity is Fidelity.QUICK else self.planned
 
     @property
     def changes_operators(self) -> bool:
         """Whether the plan replaces operators of the profile, for example by tiles."""
-        planned = self._reduced[0][0]
-        return planned.plan.profile_for(planned.profile) is not planned.profile
-
-    @functools.cached_property
-    def _reduced(self) -> tuple[Sequence[Planned], float]:
-        """Profiles and plans with few and with more layers, and the factor of extrapolation (see `reduced_layers`)."""
-        is_quick_pipeline = self._ranks > 1 and self.fidelity is Fidelity.QUICK
-        layouts, times = reduced_layers(self.layout, FEWEST if is_quick_pipeline else LAYERS[self.fidelity])
-        if self.fidelity.is_whole:
-            plan = self.planned.plan
-            return [Planned(self._complete(replace(self._profile, layout=each)), plan) for each in layouts], times
-        return [self._planned(each) for each in layouts], times
+        return self._example.plan.profile_for(self._example.profile) is not self._example.profile
 
     def _planned(self, layout: Layout) -> Planned:
-        profile = self._complete(replace(self._profile, layout=layout))
-        return Planned(profile, self._make_plan(profile))
+        profile, mesh = self._completed(layout), {"tp_size": self._case.sizes.tp}
+        if self._plan is not None:
+            return Planned(profile, self._plan)
+        # With reductions, rules search the number of deferred weight gradients, which is slow.
+        known = replace(self._profile, layout=layout) if self.fidelity is Fidelity.QUICK else profile
+        return Planned(profile, make_plan(self._case.plan, known, model=self._amounts.model.name, mesh=mesh))
 
-    def extrapolated(self, value: Callable[[Planned], Sequence[float]]) -> list[float]:
-        """Returns values of all layers, each at least 0, from the values of few layers."""
-        made, times = self._reduced
-        far = value(made[-1])
-        near = value(made[0]) if times else far
-        return [max(0.0, second + times * (second - first)) for first, second in zip(near, far, strict=True)]
+    def _completed(self, layout: Layout) -> Profile:
+        profile = replace(self._profile, layout=layout)
+        return with_reductions(profile, self._amounts, self._case, self._cluster) if self._reduces else profile
 
     def time(self) -> WindowTime:
         """Returns the seconds of the window."""
         if self.fidelity is Fidelity.QUICK:
-            seconds, reductions, copies = self.extrapolated(self._seconds)
+            made, times = self._few_layers
+            near, far = self._quick_seconds(made[0]), self._quick_seconds(made[-1])
+            pairs = zip(near, far, strict=True)
+            seconds, reductions, copies = (max(0.0, more + times * (more - few)) for few, more in pairs)
             return WindowTime(seconds, reductions, copies)
         drawn = self._drawn() if self.fidelity is Fidelity.DRAWN else None
-        if self.fidelity.is_whole:
-            parts = drawn or self._parts(self.planned, self._microbatches)
-            seconds, reductions = parts.seconds - parts.reduction_seconds, parts.reduction_seconds
-            copies = parts.copy_seconds
-        else:
-            seconds, reductions, copies = self.extrapolated(self._seconds)
-        (waits,) = self.extrapolated(self._waits)
+        parts = drawn or self._parts(self.planned, self._microbatches)
+        seconds, reductions = parts.seconds - parts.reduction_seconds, parts.reduction_seconds
         exposed, bubble = self._exposed_by_kind(drawn), 0.0
         if self._ranks > 1:  # a rank waits for transfers, or for computation of others
-            free, alone = self.extrapolated(self._without_others)
+            free, alone = self._without_others()
             bubble = min(max(0.0, free - alone), max(0.0, seconds - alone))
             exposed[Kind.PIPELINE] = max(0.0, seconds - alone - bubble)
         drawing = (drawn.instructions, drawn.timeline) if drawn else None
-        return WindowTime(seconds, reductions, copies, waits, bubble, exposed, drawing)
+        return WindowTime(seconds, reductions, parts.copy_seconds, self._waits(), bubble, exposed, drawing)
 
-    def _without_others(self, planned: Planned) -> Sequence[float]:
+    def _without_others(self) -> tuple[float, float]:
         """Returns the seconds of the window if transfers between stages took no time, and of the busiest rank alone."""
-        times = {name: LEAST for name, op in named_operators(planned.profile.layout) if op.kind is Kind.PIPELINE}
-        free = replace(planned.profile, times={**planned.profile.times, **times})
-        own = self._own(planned)
-        alone = predict(own.plan, own.profile, self._on_one_rank(self._microbatches))
-        return self._seconds(replace(planned, profile=free))[0], alone.seconds - alone.reduction_seconds
+        profile = self.planned.profile
+        times = {name: LEAST for name, op in named_operators(profile.layout) if op.kind is Kind.PIPELINE}
+        free = replace(self.planned, profile=replace(profile, times={**profile.times, **times}))
+        alone = predict(self.planned.plan, self._own, self._on_one_rank(self._microbatches))
+        found = self._parts(free, self._microbatches), alone
+        return found[0].seconds - found[0].reduction_seconds, found[1].seconds - found[1].reduction_seconds
 
     def _exposed_by_kind(self, drawn: Prediction | None) -> dict[Kind, float]:
         """Returns the exposed seconds of each kind of communication: of the drawn window, else extrapolated."""
@@ -211,24 +200,32 @@ class WindowClock:
             by_kind = {kind: found for kind, (_, found) in exposed_seconds(drawn.timeline, self.busiest).items()}
             by_kind.pop(Kind.GRADIENTS, None)  # in `reductions` and in `waits`
             return by_kind
-        used: set[Kind] = {op.kind for pair in self.layout.graphs.values() for _, op in pair.entries()}
-        kinds: list[Kind] = [kind for kind in Kind if kind in used and kind.communicates and kind is not Kind.PIPELINE]
-        return dict(zip(kinds, self.extrapolated(functools.partial(self._exposed, kinds)), strict=True))
+        used = {op.kind for pair in self.layout.graphs.values() for _, op in pair.entries()}
+        kinds = [kind for kind in Kind if kind in used and kind.communicates and kind is not Kind.PIPELINE]
+        counts = [min(self._microbatches, count) for count in COMPARED]
+        windows = (predict(self.planned.plan, self._own, self._on_one_rank(each), timeline=True) for each in counts)
+        few, more = (exposed_seconds(each.timeline) for each in windows)
+        further = (self._microbatches - counts[1]) / max(1, counts[1] - counts[0])
+        exposed: dict[Kind, float] = {}
+        for kind in kinds:
+            first, last = (each.get(kind, (0.0, 0.0))[1] for each in (few, more))
+            exposed[kind] = max(0.0, last + further * (last - first))
+        return exposed
 
     def _drawn(self) -> Prediction | None:
         """Returns the window operator by operator; None for more than `OPERATORS`."""
         operators = sum(len(list(self.layout.graphs[name].entries())) for name in self.layout.units)
         if operators * self._microbatches > OPERATORS:
             return None
-        made = Scheduler(self._asked, self._ranks, self._costs, self._limit, self.layout.is_spread)
+        made = Scheduler(self._case.schedule, self._ranks, self._costs, self._limit, self.layout.is_spread)
         schedule = made(self._microbatches)
         return predict(self.planned.plan, self.planned.profile, schedule, timeline=True)
 
-    def _seconds(self, planned: Planned) -> Sequence[float]:
-        """Returns the seconds without the reductions at the end, of the reductions, and of copies alone; in a search,
-        those of a long window of a pipeline are extrapolated from two short windows."""
+    def _quick_seconds(self, planned: Planned) -> Sequence[float]:
+        """Returns the seconds without the reductions at the end, of the reductions, and of copies alone; those of a
+        long window of a pipeline are extrapolated from two short windows."""
         few, more = (number * self._ranks for number in SHORT)
-        is_long = self.fidelity is Fidelity.QUICK and self._ranks > 1 and self._microbatches > more
+        is_long = self._ranks > 1 and self._microbatches > more
         parts = self._parts(planned, more if is_long else self._microbatches)
         seconds = parts.seconds - parts.reduction_seconds
         if is_long:
@@ -237,36 +234,25 @@ class WindowClock:
             seconds += further * (seconds - first.seconds + first.reduction_seconds)
         return seconds, parts.reduction_seconds, parts.copy_seconds
 
-    def _waits(self, planned: Planned) -> Sequence[float]:
-        profile = planned.profile
+    def _waits(self) -> float:
+        """Returns the seconds that gathers of weights add to the window."""
+        profile = self.planned.profile
         if not profile.layout.gathers:
-            return [0.0]
-        without = replace(profile, layout=replace(profile.layout, gathers=()))
+            return 0.0
+        without = replace(self.planned, profile=replace(profile, layout=profile.layout.without_gathers))
         few = min(self._microbatches, WAITING)
-        whole, bare = (self._parts(each, few).seconds for each in (planned, replace(planned, profile=without)))
-        return [whole - bare]
-
-    def _exposed(self, kinds: Sequence[Kind], planned: Planned) -> Sequence[float]:
-        """Returns the exposed seconds of each kind of communication."""
-        counts = [min(self._microbatches, count) for count in COMPARED]
-        own, found = self._own(planned), []
-        for count in counts:
-            predicted = predict(own.plan, own.profile, self._on_one_rank(count), timeline=True)
-            by_kind = exposed_seconds(predicted.timeline)
-            found.append([by_kind.get(kind, (0.0, 0.0))[1] for kind in kinds])
-        further = (self._microbatches - counts[1]) / max(1, counts[1] - counts[0])
-        return [last + further * (last - first) for first, last in zip(*found, strict=True)]
+        return max(0.0, self._parts(self.planned, few).seconds - self._parts(without, few).seconds)
 
     def _parts(self, planned: Planned, microbatches: int) -> Prediction:
         schedule = schedule_of(self.named, self._ranks, microbatches, self.layout.is_spread)
         return predict(planned.plan, planned.profile, schedule)
 
-    def _own(self, planned: Planned) -> Planned:
-        """Returns the profile of the busiest rank alone, under the same plan."""
+    @functools.cached_property
+    def _own(self) -> Profile:
+        """The profile of the busiest rank alone."""
         if self._ranks == 1:
-            return planned
-        layout = rank_layout(planned.profile.layout, self.busiest)
-        return replace(planned, profile=self._complete(replace(self._profile, layout=layout)))
+            return self.planned.profile
+        return self._completed(rank_layout(self.layout, self.busiest))
 
     def _on_one_rank(self, microbatches: int) -> Schedule:
         return schedule_of(self.named if self.named in NAMED_SCHEDULES else ON_ONE_RANK, 1, microbatches)

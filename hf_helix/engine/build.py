@@ -76,54 +76,16 @@ FULL_GRADIENTS = 0.25
 """The part of a device's memory that full gradients of shards may take under `reduce_gradients="auto"`."""
 
 
-class Built(NamedTuple):
-    """A cut model.
-
-    Attributes:
-        runner: runs windows through this rank's part.
-        called: the modules whose forwards run as operators or before them, see `check_forwards`.
-    """
-
-    runner: Runner
-    called: Sequence[nn.Module]
-
-
 class Declared(NamedTuple):
     """The cut of a model.
 
     Attributes:
         stage: the units of the model, with this rank's part of them.
-        called: see `Built`.
+        called: the modules whose forwards run as operators or before them, see `check_forwards`.
     """
 
     stage: Stage
     called: Sequence[nn.Module]
-
-
-def build_runner(
-    model: Any,
-    config: HelixConfig,
-    mesh: Mesh,
-    modes: Sequence[str],
-    options: RunOptions | None = None,
-    choose_plan: ChoosePlan | None = None,
-) -> Built:
-    """Cuts a model and returns its runner. Collective.
-
-    Args:
-        model: a full model, perhaps a `PeftModel`, with weights or on the meta device.
-        config: the options of the cut.
-        mesh: the mesh of ranks, of the sizes in `config`.
-        modes: the recompute mode of every layer, see `hf_helix.engine.recompute`.
-        options: the options of the run; None for the defaults.
-        choose_plan: chooses the first plan, the same on every rank; None for `sequential`.
-
-    Raises:
-        ValueError: the model cannot be cut like this.
-    """
-    options = options or RunOptions()
-    declared = declare(model, config, mesh, modes, options.loss_tweaks, autocast_dtype=options.autocast_dtype)
-    return start_runner(model, declared, config, mesh, options, choose_plan)
 
 
 def declare(
@@ -139,8 +101,10 @@ def declare(
     """Returns the cut of a model, on this rank alone. Nothing is communicated, and the model is not changed.
 
     Args:
-        model, config, mesh: see `build_runner`.
-        modes: the recompute mode of every declared layer.
+        model: a full model, perhaps a `PeftModel`, with weights or on the meta device.
+        config: the options of the cut.
+        mesh: the mesh of ranks, of the sizes in `config`.
+        modes: the recompute mode of every declared layer, see `hf_helix.engine.recompute`.
         loss_tweaks: the changes of the loss by training arguments.
         places: the indices of the declared layers; None for all. Other layers are not checked either.
         halved: those that are declared as halves; of all layers, the layers between stages are.
@@ -231,14 +195,20 @@ def _ends_of(base: Any, loss_tweaks: LossTweaks) -> tuple[nn.Parameter, nn.Param
 
 def start_runner(
     model: Any,
-    declared: Declared,
+    stage: Stage,
     config: HelixConfig,
     mesh: Mesh,
     options: RunOptions,
     choose_plan: ChoosePlan | None = None,
-) -> Built:
-    """Cuts a model as declared and returns its runner. Collective; for arguments see `build_runner`."""
-    stage, called = declared
+) -> Runner:
+    """Cuts a model as declared and returns its runner. Collective.
+
+    Args:
+        model, config, mesh: see `declare`.
+        stage: the cut of the model, as declared.
+        options: the options of the run.
+        choose_plan: chooses the first plan, the same on every rank; None for `sequential`.
+    """
     with watched():
         if choose_plan is None:  # `sequential` is equal on every rank and needs no measurement
             plan = baseline_plan(stage.layout, model=type(base_of(model)).__name__, mesh=config.option_sizes)
@@ -247,7 +217,7 @@ def start_runner(
             plan, scheduler = choose_plan(stage.layout)
         _fill_parameters(model, stage, mesh, options)
     streams = make_streams(mesh.device)
-    return Built(Runner(stage, plan, mesh, streams, scheduler, options.seed, options.autocast_dtype), called)
+    return Runner(stage, plan, mesh, streams, scheduler, options.seed, options.autocast_dtype)
 
 
 def _fill_parameters(model: Any, stage: Stage, mesh: Mesh, options: RunOptions) -> None:

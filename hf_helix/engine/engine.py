@@ -24,7 +24,7 @@ from hf_helix.checkpoint.load import load_adapters, load_parameters
 from hf_helix.checkpoint.save import save_full, save_pretrained
 from hf_helix.config import AUTO, HelixConfig
 from hf_helix.engine.advice import Advice
-from hf_helix.engine.build import RunOptions, build_runner
+from hf_helix.engine.build import RunOptions, declare, start_runner
 from hf_helix.engine.checks import (
     check_batch,
     check_model,
@@ -130,7 +130,9 @@ class Engine(Diagnostics):
         warn_bf16_weights(model)
         warn_random_start(model, options.weights, options.seed)
         self._advice = Advice(base, mesh, options.autocast_dtype)
-        self.runner, self._called = build_runner(model, config, mesh, modes, options, self._choose_plan)
+        declared = declare(model, config, mesh, modes, options.loss_tweaks, autocast_dtype=options.autocast_dtype)
+        self._called = declared.called
+        self.runner = start_runner(model, declared.stage, config, mesh, options, self._choose_plan)
         self._parameters = tuple(model.parameters())
         self._trained_then: list[bool] = []  # whether the last window trained each of them
         self._divided = DividedParameters(model, self.runner.stage, mesh, full)
@@ -394,14 +396,6 @@ class Engine(Diagnostics):
         is_shared = self.config.expert_capacity_factor is not None
         return self._maker.window(share_lengths(batches, self.mesh) if is_shared else batches, scale, step)
 
-    def microbatch(self, batch: Mapping[str, Any], scale: LossScale, key: tuple[int, int]) -> MicroBatch:
-        """Returns the micro-batch of a batch.
-
-        Args:
-            batch, scale, key: see `WindowMaker.microbatch`.
-        """
-        return self._maker.microbatch(batch, scale, key)
-
     # -- gradients and the optimizer -----------------------------------------------------------------------------
 
     @plain_parameters()
@@ -512,7 +506,7 @@ class Engine(Diagnostics):
         self.model.eval()
         whole = LossScale(*scale.of(batch))  # of the batch, whose rows may run as several micro-batches
         make_window = functools.partial(self._make_window, scale=whole, step=step)
-        return evaluate_batch(self.runner, self.family, self.base, batch, make_window, keep_logits, self.graphs)
+        return evaluate_batch(self.runner, self.base, batch, make_window, keep_logits, self.graphs)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_helix.models.batch_inputs import LOSS_ALONE, SequenceCut
-from hf_helix.models.family import Family
+from hf_helix.models.registry import family_of
 from hf_helix.operators.communication.collectives import prepare_all_gather
 from hf_helix.operators.param_shard import cut_bounds
 from hf_helix.runtime.cuda_graphs import WindowGraphs
@@ -24,7 +24,6 @@ from hf_helix.runtime.runner import Runner
 
 def evaluate_batch(
     runner: Runner,
-    family: Family,
     base: Any,
     batch: Mapping[str, Any],
     make_window: Callable[[Sequence[Mapping[str, Any]]], list[MicroBatch]],
@@ -35,7 +34,6 @@ def evaluate_batch(
 
     Args:
         runner: the runner of the cut model.
-        family: the family of the model.
         base: the Transformers model.
         batch: tensors with a row for each sequence.
         make_window: makes micro-batches of batches.
@@ -45,7 +43,7 @@ def evaluate_batch(
     Returns:
         The loss, and if asked for the logits [batch, sequence, vocabulary], on every rank.
     """
-    batch = {**batch, LOSS_ALONE: not keep_logits}
+    batch, family = {**batch, LOSS_ALONE: not keep_logits}, family_of(base)
     is_split = family.loss_adds_up(base) and not family.reads_images(batch)
     batches = split_rows(batch, runner) if is_split else [batch]
     with torch.no_grad():

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig
 
 from hf_helix.config import HelixConfig
-from hf_helix.engine.build import RunOptions, build_runner
+from hf_helix.engine.build import RunOptions, declare, start_runner
 from hf_helix.engine.microbatches import LossScale, WindowMaker
 from hf_helix.engine.recompute import modes_of
 from hf_helix.models.causal_lm import build_language_model
@@ -84,9 +84,9 @@ class Workload:
         modes = modes_of(family_of(self.model).layers(self.model), None, config)
         self.about = fingerprint(self.model, self.mesh, autocast_dtype, modes, config.float8_recipe)
         self._maker = WindowMaker(self.model, self.mesh)
-        self.runner = build_runner(
-            self.model, config, self.mesh, modes, RunOptions(autocast_dtype=autocast_dtype)
-        ).runner
+        declared = declare(self.model, config, self.mesh, modes, autocast_dtype=autocast_dtype)
+        options = RunOptions(autocast_dtype=autocast_dtype)
+        self.runner = start_runner(self.model, declared.stage, config, self.mesh, options)
 
     def window(self, count: int, batch: int, length: int) -> list[MicroBatch]:
         """Returns `count` micro-batches of random tokens [batch, length]."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from benchmarks.paper.ablate import ablated
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.checkpoint.cut_parameters import full_parameter
+from hf_helix.engine.microbatches import WindowMaker
 from hf_helix.measure.overlap import trace_window
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.plan.registry import make_plan
@@ -151,7 +152,8 @@ def window_of(trainer: Any, count: int, rows: int, lengths: Sequence[int], kind:
     place = 0 if trainer.helix.mesh.dp_group is None else torch.distributed.get_rank(trainer.helix.mesh.dp_group)
     mine = every[place * count : (place + 1) * count]
     scale = trainer.loss_scale(torch.tensor(items_in(every)))
-    return [trainer.helix.microbatch(batch, scale, (0, number)) for number, batch in enumerate(mine)]
+    maker = WindowMaker(trainer.helix.base, trainer.helix.mesh)
+    return [maker.microbatch(batch, scale, (0, number)) for number, batch in enumerate(mine)]
 
 
 @plain_parameters()

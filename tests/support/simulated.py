@@ -11,8 +11,8 @@ from transformers import AutoConfig
 from hf_helix.config import HelixConfig
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.amounts.mesh import simulated_mesh
+from hf_helix.doctor.case import Case
 from hf_helix.doctor.simulated import Kinds, amounts_of
-from hf_helix.doctor.step import Case
 from hf_helix.engine.build import declare
 from hf_helix.engine.synthetic import model_on_meta
 from hf_helix.planning.timing.cluster import Cluster, parse_cluster

@@ -94,6 +94,11 @@ class KeptWeights:
         """Bytes of the buffer, without padding."""
         return self.elements * self.element_bytes
 
+    @property
+    def axis(self) -> str:
+        """The axis of the replicas with these weights."""
+        return EXPERT_COPIES if self.is_experts else COPIES
+
 
 @dataclass(frozen=True)
 class Model:
@@ -131,18 +136,6 @@ class Amounts:
     # number of ranks by axis over which weights are sharded; empty with full weights on every rank
     spread: Mapping[str, int] = field(default_factory=dict)
     handed_over: int = 0  # bytes of the values handed from a slice of the head to the next
-
-    def over(self, spread: Mapping[str, int]) -> Amounts:
-        """Returns the amounts with weights sharded over other numbers of ranks: apart from padding, only gathers
-        change."""
-        if spread == self.spread:
-            return self
-        operators = dict(self.operators)
-        for name, counted in self.operators.items():
-            if any(each.axis in spread for each in counted.transfers):
-                sent = [_over(each, self.spread, spread) for each in counted.transfers]
-                operators[name] = replace(counted, transfers=sent)
-        return replace(self, operators=operators, spread=dict(spread))
 
     def completed_gradients(self, layout: Layout, rank: int) -> Iterator[tuple[Gradient, Adders]]:
         """Yields the gradients of a pipeline rank in order of completion, each with its adders."""
@@ -191,13 +184,6 @@ def of_slices_alone(amounts: Amounts, stage: Stage) -> Amounts:
         for rank in by_rank(each.units) or [-1]
     ]
     return replace(amounts, weights=weights, copies=copies, gradients=gradients, kept=kept)
-
-
-def _over(transfer: Transfer, counted: Mapping[str, int], spread: Mapping[str, int]) -> Transfer:
-    """Returns the transfer of a gather for another number of ranks than counted."""
-    before, now = counted.get(transfer.axis, 1), spread.get(transfer.axis, 1)
-    whole = transfer.bytes * before // max(1, before - 1)
-    return replace(transfer, bytes=whole * (now - 1) // now) if transfer.axis in spread else transfer
 
 
 class _Done(Event):

@@ -288,7 +288,7 @@ class _Copy:
 
     def run(self, declared: Declared, plans: Sequence[str]) -> tuple[tuple[ComparedWindow, ...], str]:
         """Cuts the copy, and runs and compares all windows; also returns a sentence about fp8. Collective."""
-        runner = start_runner(self.model, declared, self.config, self.mesh, RunOptions()).runner
+        runner = start_runner(self.model, declared.stage, self.config, self.mesh, RunOptions())
         self.model.to(self.mesh.device)
         first, *others = plans
         try:
@@ -348,8 +348,7 @@ class _Copy:
         gradients = self._full_gradients(runner)
         self.model.zero_grad()
         if logits is None:
-            family = family_of(self.model)
-            _, logits = evaluate_batch(runner, family, self.model, batches[0], make_window, keep_logits=True)
+            _, logits = evaluate_batch(runner, self.model, batches[0], make_window, keep_logits=True)
         assert logits is not None
         return Outcome(tuple(loss.item() for loss in losses), gradients, logits.double().cpu())
 

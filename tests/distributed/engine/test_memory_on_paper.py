@@ -11,7 +11,7 @@ from support.at_once import collectives_at_once, collectives_kept
 from transformers import AutoConfig
 
 from hf_helix.config import HelixConfig
-from hf_helix.doctor.peaks import held_until_waited, peak_of_program
+from hf_helix.doctor.peaks import held_until_waited, memory_of_program
 from hf_helix.doctor.simulated import amounts_of
 from hf_helix.engine.synthetic import Workload
 from hf_helix.measure.memory import peak_bytes
@@ -64,7 +64,8 @@ def peaks(helix: dict[str, Any], plans: tuple[str, ...], model: dict[str, Any]) 
         for how, (held, patched) in ENDS.items():
             with patched(runner.executor.streams):
                 counted = [peak_bytes(runner, window) for _ in range(TRIES if config.pp_size > 1 else 1)]
-            result[f"{name}, {how}"] = peak_of_program(amounts, runner.layout, program, held(program)).total, counted
+            memory = memory_of_program(amounts, runner.layout, program, held(program))
+            result[f"{name}, {how}"] = max(peak.total for peak in memory), counted
     dist.barrier()
     return result
 

@@ -1,7 +1,7 @@
 """The doctor counts and ranks in several processes, and finds what one finds."""
 
 import pytest
-from support.simulated import cluster_with, on_meta
+from support.simulated import case_of, cluster_with, on_meta
 
 from hf_helix.doctor.layouts import Ranking, Search
 from hf_helix.doctor.simulated import SimulatedModel
@@ -12,7 +12,8 @@ LENGTH = 64
 
 def search(workers: int, dtype: str = "bf16") -> Ranking:
     paper = SimulatedModel(on_meta(), CLUSTER)
-    return Search(paper.amounts, CLUSTER, 32 * LENGTH, LENGTH, paper.layers, dtype=dtype, workers=workers).run()
+    usual = case_of(length=LENGTH, dtype=dtype)
+    return Search(paper.amounts, CLUSTER, 32 * LENGTH, usual, paper.layers, workers=workers).run()
 
 
 def test_several_processes_find_the_same() -> None:

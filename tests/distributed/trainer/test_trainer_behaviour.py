@@ -19,7 +19,7 @@ from support.models import arguments, llama, padded, sequences, tiny
 from transformers import EarlyStoppingCallback
 
 from hf_helix import HelixConfig, HelixTrainer
-from hf_helix.engine.microbatches import LossScale
+from hf_helix.engine.microbatches import LossScale, WindowMaker
 from hf_helix.operators.base import Call, explicit_gradients
 from hf_helix.runtime.divided import plain_parameters
 
@@ -142,7 +142,8 @@ def noise(folder: str, helix: dict[str, Any], alpha: float, model: dict[str, Any
         if stage.layout.rank_of(0) != stage.rank:
             continue
         batch = next(iter(trainer.get_train_dataloader()))
-        side = trainer.helix.microbatch(batch, LossScale(torch.ones(())), (0, 0)).prepare()
+        maker = WindowMaker(trainer.helix.base, trainer.helix.mesh)
+        side = maker.microbatch(batch, LossScale(torch.ones(())), (0, 0)).prepare()
         for mode in (True, False):
             made.train(mode)
             with explicit_gradients():

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.simulated import LLAMA, counted, on_meta
+from support.simulated import LLAMA, case_of, counted, on_meta
 
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.amounts.meter import ATTENTION, MATMUL
-from hf_helix.doctor.memory import Sharing
+from hf_helix.doctor.memory import frozen_bytes
 from hf_helix.engine.synthetic import adapted_on_meta
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.window.layout import named_operators
@@ -191,7 +191,7 @@ def test_frozen_weights_are_counted_in_the_type_they_were_loaded_in():
     model = adapted_on_meta(on_meta().config, 8, "all-linear", torch.bfloat16)
     held = counted(model, tp_size=2).weights["layer"]
     assert held.frozen_itemsize == 2
-    assert Sharing().frozen_bytes_of(held) == 2 * held.frozen
+    assert frozen_bytes(held, case_of()) == 2 * held.frozen
     assert {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} == {torch.float32}
 
 
@@ -205,9 +205,9 @@ def test_frozen_experts_are_spread_over_those_that_have_copies():
         model = peft.get_peft_model(on_meta("mixtral", **EXPERTS), config)
     held = counted(model, ep_size=2).weights["layer"]
     assert (held.frozen_experts, held.experts) == (2 * 3 * HIDDEN * MLP, 0)
-    whole, spread = Sharing(4, 2), Sharing(4, 2, parameters=True)
-    assert whole.frozen_bytes_of(held) == 4 * held.all_frozen
-    assert spread.frozen_bytes_of(held) == 4 * (held.frozen / 4 + held.frozen_experts / 2)
+    whole, spread = case_of(dp=4, ep=2), case_of(dp=4, ep=2, shard_parameters=True)
+    assert frozen_bytes(held, whole) == 4 * held.all_frozen
+    assert frozen_bytes(held, spread) == 4 * (held.frozen / 4 + held.frozen_experts / 2)
 
 
 def test_rows_of_experts_are_even():
@@ -282,9 +282,9 @@ def test_weights_that_are_spread_are_gathered_forward_and_again_in_backward(opti
             else:
                 expected[unit, way.format("weights")] = 4 * trained[unit]
     assert gathers.keys() == expected.keys()
-    for ranks in (2, 8):
+    for ranks, counts in ((2, amounts), (8, count(**{**options, **SHARDED, "dp_size": 8}))):
         for name, whole in expected.items():
-            (sent,) = amounts.over({"copies": ranks, "expert_copies": ranks}).operators[name].transfers
+            (sent,) = counts.operators[name].transfers
             assert (sent.axis, sent.method) == ("copies", "all_gather")
             assert whole * (ranks - 1) / ranks <= sent.bytes <= whole + 4 * 64 * 32, "padding comes on top"
 

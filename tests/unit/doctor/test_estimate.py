@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from support.simulated import cluster_with, counted, on_meta
+from support.simulated import case_of, cluster_with, counted, on_meta
 
 from hf_helix.doctor.amounts.meter import ATTENTION, MATMUL, OTHER, Kernel, Transfer
 from hf_helix.doctor.estimate import (
@@ -155,7 +155,7 @@ def amounts() -> Any:
 
 
 def test_a_profile_covers_every_operator(amounts: Any):
-    profile = estimate_profile(amounts, amounts.layout, Sizes(tp=2), cluster_with())
+    profile = estimate_profile(amounts, amounts.layout, case_of(tp=2), cluster_with())
     kinds = {name: op.kind for name, op in named_operators(amounts.layout)}
     assert profile.times.keys() == kinds.keys()
     assert profile.bytes.keys() == {name for name, kind in kinds.items() if kind.communicates}
@@ -165,7 +165,7 @@ def test_a_profile_covers_every_operator(amounts: Any):
 
 def test_the_host_of_a_cpu_adds_what_it_takes(amounts: Any):
     ahead, beside = (
-        estimate_profile(amounts, amounts.layout, Sizes(tp=2), cluster_with(device=device))
+        estimate_profile(amounts, amounts.layout, case_of(tp=2), cluster_with(device=device))
         for device in ({"issue_us": 50}, {"issue_us": 50, "host_runs_ahead": False})
     )
     assert beside.times["layer", "F.mlp.up"] == pytest.approx(ahead.times["layer", "F.mlp.up"] + 50e-6)
@@ -174,11 +174,11 @@ def test_the_host_of_a_cpu_adds_what_it_takes(amounts: Any):
 
 def test_contention_holds_for_all_operators_of_two_kinds(amounts: Any):
     contention = {"compute_beside_intra_node": 1.5, "intra_node_beside_compute": 2.0}
-    profile = estimate_profile(amounts, amounts.layout, Sizes(tp=2), cluster_with(contention=contention))
+    profile = estimate_profile(amounts, amounts.layout, case_of(tp=2), cluster_with(contention=contention))
     for name, op in named_operators(amounts.layout):
         other = ("layer", "F.mlp.gather") if op.kind is Kind.COMPUTE else ("layer", "F.mlp.up")
         assert profile.slowdown(name, other) == pytest.approx(1.5 if op.kind is Kind.COMPUTE else 2.0)
-    assert not estimate_profile(amounts, amounts.layout, Sizes(tp=2), cluster_with()).pairs
+    assert not estimate_profile(amounts, amounts.layout, case_of(tp=2), cluster_with()).pairs
 
 
 def test_contention_holds_for_what_an_operator_sends(amounts: Any):
@@ -188,7 +188,7 @@ def test_contention_holds_for_what_an_operator_sends(amounts: Any):
         "compute_beside_intra_node": [[usual // 2, 3.0], [usual, 1.0]],
         "intra_node_beside_compute": [[usual // 2, 2.0], [usual, 1.0]],
     }
-    profile = estimate_profile(amounts, amounts.layout, Sizes(tp=2), cluster_with(contention=contention))
+    profile = estimate_profile(amounts, amounts.layout, case_of(tp=2), cluster_with(contention=contention))
     kinds = {name: op.kind for name, op in named_operators(amounts.layout)}
     for moving in (name for name, kind in kinds.items() if kind is Kind.INTRA_NODE):
         faster = min(1.0, max(0.0, math.log2(2 * profile.bytes[moving] / usual)))
@@ -200,7 +200,8 @@ def test_contention_holds_for_what_an_operator_sends(amounts: Any):
 
 def test_ranks_wait_at_each_collective_behind_an_even_part_of_the_computation(amounts: Any):
     alike, apart = (
-        estimate_profile(amounts, amounts.layout, Sizes(tp=2), cluster_with(waiting_us=waiting)) for waiting in (0, 250)
+        estimate_profile(amounts, amounts.layout, case_of(tp=2), cluster_with(waiting_us=waiting))
+        for waiting in (0, 250)
     )
     kinds = {name: op.kind for name, op in named_operators(amounts.layout)}
     for unit in amounts.layout.graphs:
@@ -216,4 +217,4 @@ def test_ranks_wait_at_each_collective_behind_an_even_part_of_the_computation(am
 def test_a_type_without_a_rate_is_named_with_those_there_are(amounts: Any):
     cluster = cluster_with(device={"peak_tflops": {"bf16": 100}})
     with pytest.raises(ValueError, match=r"no device.peak_tflops for fp32; it has bf16: add fp32 to its file"):
-        estimate_profile(amounts, amounts.layout, Sizes(tp=2), cluster, "fp32")
+        estimate_profile(amounts, amounts.layout, case_of(tp=2, dtype="fp32"), cluster)

@@ -11,22 +11,19 @@ from support.arrays import arrays_of
 from support.simulated import case_of, cluster_with, counted, layout_of_training, on_meta
 
 from hf_helix.doctor.amounts.amounts import Amounts
-from hf_helix.doctor.estimate import Ring, estimate_profile, rings
+from hf_helix.doctor.case import Case
 from hf_helix.doctor.reductions import (
     cast_seconds,
     gather_seconds,
     gradient_sums,
-    profile_with_gathers,
-    profile_with_sums,
     weight_gathers,
 )
-from hf_helix.doctor.step import Case, layout_of, simulate_step
+from hf_helix.doctor.step import layout_of, profile_of, simulate_step
 from hf_helix.doctor.window import Fidelity
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.operator_clock import simulate
-from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.timing.sizes import Sizes
 from hf_helix.planning.window.layout import named_operators
 from hf_helix.planning.window.program import build_program
@@ -38,7 +35,7 @@ CLUSTER = cluster_with(
     contention={"compute_beside_inter_node": 1.1, "inter_node_beside_compute": 1.1},
 )
 SIZES = Sizes(dp=2)
-AXES = rings(CLUSTER, SIZES)
+SHARDED = case_of(dp=2, shard_optimizer=True)
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -58,13 +55,13 @@ def test_gathers_and_sums_are_those_of_training(options: dict[str, Any], tp: int
     training = layout_of_training(model, bf16, tp_size=tp, shard_optimizer=True)
     amounts, case = counted(model, bf16=bf16, tp_size=tp), case_of(tp=tp, dp=2, shard_optimizer=True)
     layout = layout_of(amounts, case)
-    assert [made for made, _ in weight_gathers(amounts, layout, AXES)] == list(training.gathers)
-    assert [made for made, _ in gradient_sums(amounts, layout, case.spread_gradients)] == list(training.reductions)
+    assert [made for made, _ in weight_gathers(amounts, layout, case)] == list(training.gathers)
+    assert [made for made, _ in gradient_sums(amounts, layout, case)] == list(training.reductions)
     assert len(training.gathers) >= 5 * (1 + bf16) - 2
     training = layout_of_training(model, bf16, tp_size=tp, offload="optimizer")
-    alone = {name: Ring(1, (1, 1)) for name in AXES}
-    assert [made for made, _ in weight_gathers(amounts, layout, alone, on_host=True)] == list(training.gathers)
-    assert [made for made, _ in gradient_sums(amounts, layout, on_host=True)] == list(training.reductions)
+    case = case_of(tp=tp, dp=2, offload="optimizer")
+    assert [made for made, _ in weight_gathers(amounts, layout, case)] == list(training.gathers)
+    assert [made for made, _ in gradient_sums(amounts, layout, case)] == list(training.reductions)
 
 
 @pytest.mark.parametrize("options", [{}, {"shard_parameters": True}, {"tp_size": 2}], ids=str)
@@ -99,7 +96,10 @@ def test_a_simulated_window_is_the_program_that_the_runtime_runs(plan: str, micr
     amounts = counted(model, batch=4, length=64, bf16=True)
     case = Case(SIZES, 4, 64, microbatches, plan, shard_optimizer=True)
     step = simulate_step(amounts, case, CLUSTER)
-    profile = replace(profile_of(amounts, case), layout=layout_of_training(model, bf16=True, shard_optimizer=True))
+    profile = replace(
+        profile_of(amounts, case, CLUSTER, whole=True),
+        layout=layout_of_training(model, bf16=True, shard_optimizer=True),
+    )
     made = make_plan(plan, profile, model="m", mesh={"tp_size": 1})
     program = build_program(Scheduler("auto", 1)(microbatches), profile.layout, made, 0)
     timeline = simulate(arrays_of(list(program), profile.layout, profile.times), profile.slowdown)
@@ -112,24 +112,17 @@ def test_a_simulated_window_is_the_program_that_the_runtime_runs(plan: str, micr
     assert Kind.GRADIENTS not in step.exposed
 
 
-def profile_of(amounts: Amounts, case: Case) -> Profile:
-    profile = estimate_profile(amounts, layout_of(amounts, case), case.sizes, CLUSTER, case.dtype)
-    profile = profile_with_sums(profile, amounts, AXES, CLUSTER, case.spread_gradients)
-    return profile_with_gathers(profile, amounts, AXES, CLUSTER)
-
-
 def test_gathers_cast_and_send_parts() -> None:
     amounts = of_llama(bf16=True)
-    seconds = {(kept.units, kept.name): gather_seconds(kept, AXES, CLUSTER) for kept in amounts.kept}
+    seconds = {(kept.units, kept.name): gather_seconds(kept, SHARDED, CLUSTER) for kept in amounts.kept}
     table = 128 * 64
     assert seconds[("embedding",), "weights"] == pytest.approx(4 * table / 2 / 2e9 + 5e-6)
     casting = (4 + 2) * table / 2 / 1000e9
     assert seconds[("head",), "weights.products"] == pytest.approx(casting + 2 * table / 2 / 2e9 + 5e-6)
     # Without copies nothing is gathered.
     amounts = of_llama()
-    profile = estimate_profile(amounts, layout_of(amounts, case_of()), Sizes(), CLUSTER)
-    alone = {**AXES, "copies": Ring(1, (1, 1)), "expert_copies": Ring(1, (1, 1))}
-    assert profile_with_gathers(profile, amounts, alone, CLUSTER) is profile
+    alone = case_of(shard_optimizer=True)
+    assert weight_gathers(amounts, layout_of(amounts, alone), alone) == []
 
 
 def test_all_gathers_but_the_first_hide_beside_a_long_forward_pass() -> None:
@@ -138,10 +131,10 @@ def test_all_gathers_but_the_first_hide_beside_a_long_forward_pass() -> None:
     for speed, least, most in ((1e6, 0.8, 1.0), (1e-3, 0.99, 1.001)):
         network = replace(CLUSTER.network, bandwidth=speed * CLUSTER.network.bandwidth, latency=0.0)
         cluster = replace(CLUSTER, network=network, contention={})
-        gathers = weight_gathers(amounts, layout_of(amounts, case), AXES)
-        seconds = [gather_seconds(kept, AXES, cluster) for _, kept in gathers]
-        waits = simulate_step(amounts, case, cluster, Fidelity.REDUCED).waits
-        first = sum(gather_seconds(kept, AXES, cluster) for kept in amounts.kept if kept.units == ("embedding",))
+        gathers = weight_gathers(amounts, layout_of(amounts, case), case)
+        seconds = [gather_seconds(kept, case, cluster) for _, kept in gathers]
+        waits = simulate_step(amounts, case, cluster, Fidelity.WHOLE).waits
+        first = sum(gather_seconds(kept, case, cluster) for kept in amounts.kept if kept.units == ("embedding",))
         bound = first if speed > 1 else sum(seconds)
         assert least * bound <= waits <= most * max(bound, sum(seconds))
 
@@ -155,10 +148,10 @@ def test_weights_are_cast_once_in_a_window(tied: bool, gathered: bool) -> None:
     matrices = sum(weight.numel() for weight in model.model.layers.parameters() if weight.dim() == 2)
     head = model.lm_head.weight.numel()
     cast = (0 if gathered else matrices) + (head if tied or not gathered else 0)
-    case = case_of(4)
+    case = case_of(4, dp=2, shard_optimizer=gathered)
     layout = layout_of(amounts, case)
-    assert cast_seconds(amounts, layout, cluster, gathered) == pytest.approx(6 * cast / 1e12)
-    assert cast_seconds(exact, layout, cluster, gathered) == 0, "nothing is cast in fp32"
+    assert cast_seconds(amounts, layout, case, cluster) == pytest.approx(6 * cast / 1e12)
+    assert cast_seconds(exact, layout, case, cluster) == 0, "nothing is cast in fp32"
     if not gathered:
         for fidelity in Fidelity:
             step = simulate_step(amounts, case, cluster, fidelity)

@@ -12,11 +12,11 @@ from support.simulated import cluster_with, on_meta
 
 from hf_helix.config import OFFLOADS, HelixConfig
 from hf_helix.doctor import layouts as searching
+from hf_helix.doctor.case import STATES, Case
 from hf_helix.doctor.layouts import ONE_STRAND, Ranking, Search, check_sizes, is_plain, layouts
-from hf_helix.doctor.memory import STATES
 from hf_helix.doctor.report import shards_line
 from hf_helix.doctor.simulated import SimulatedModel
-from hf_helix.doctor.step import Case, layout_of, memory_of_case, simulate_step
+from hf_helix.doctor.step import layout_of, memory_of_case, simulate_step
 from hf_helix.doctor.window import Fidelity
 from hf_helix.models.families.llama import Llama
 from hf_helix.models.graph.context import ParallelContext
@@ -28,6 +28,7 @@ from hf_helix.runtime.stage import cut_layers
 # Four devices joined by links that are slow for them.
 CLUSTER = cluster_with(devices_per_node=4, device={"peak_tflops": {"bf16": 0.05}}, node={"gb_per_s": 1})
 LENGTH = 64
+USUAL = Case(Sizes(), 1, LENGTH, 1)
 SEQUENCES = 512  # of a step: so many that sums of gradients are a small part of it
 
 
@@ -39,7 +40,7 @@ def paper_of(model_type: str = "llama", **options: Any) -> SimulatedModel:
 
 def search(paper: SimulatedModel, cluster: Cluster = CLUSTER, sequences: int = 32, **options: Any) -> Ranking:
     tokens = sequences * LENGTH
-    return Search(paper.amounts, cluster, tokens, LENGTH, paper.layers, paper.experts, **options).run()
+    return Search(paper.amounts, cluster, tokens, USUAL, paper.layers, paper.experts, **options).run()
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def test_those_that_lead_are_predicted_at_higher_fidelity_and_ranked_by_that(ran
     """Plain data parallelism, too; others are ranked behind them by their quick prediction."""
     leading, last = 2, ranking.steps[-1]
     paper = paper_of(num_hidden_layers=4, hidden_size=96, num_attention_heads=6)
-    searched = Search(paper.amounts, CLUSTER, SEQUENCES * LENGTH, LENGTH, paper.layers, leading=leading)
+    searched = Search(paper.amounts, CLUSTER, SEQUENCES * LENGTH, USUAL, paper.layers, leading=leading)
     slow = replace(ranking.steps[0], window=2 * last.window)  # as if the first were the last but for exactness
     steps, unfit = searched._with_leading([slow, *ranking.steps[1:]])
     assert not unfit
@@ -111,7 +112,7 @@ def test_what_leads_and_needs_more_than_it_seemed_recomputes_or_is_dropped(ranki
 
     def leading(room: float) -> tuple[list[Any], list[Any]]:
         scarce = replace(CLUSTER, device=replace(CLUSTER.device, memory=room))
-        return Search(paper.amounts, scarce, SEQUENCES * LENGTH, LENGTH, paper.layers, leading=1)._with_leading([cut])
+        return Search(paper.amounts, scarce, SEQUENCES * LENGTH, USUAL, paper.layers, leading=1)._with_leading([cut])
 
     (kept,), _ = leading(math.inf)
     (saving,), dropped = leading(0.99 * kept.memory.total)
@@ -196,7 +197,7 @@ def test_the_optimizer_is_whole_where_that_is_faster_and_fits():
     assert plain is not None
     assert not plain.case.shard_optimizer
     shared = replace(plain.case, shard_optimizer=True)
-    step = simulate_step(paper.amounts(shared), shared, slow, Fidelity.REDUCED)
+    step = simulate_step(paper.amounts(shared), shared, slow, Fidelity.WHOLE)
     assert plain.seconds < step.seconds
     assert step.memory.total < plain.memory.total
     line = shards_line(plain, step)

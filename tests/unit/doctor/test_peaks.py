@@ -9,7 +9,7 @@ import pytest
 from support.simulated import case_of, counted, on_meta
 
 from hf_helix.doctor.amounts.amounts import Amounts
-from hf_helix.doctor.peaks import Peak, memory_of_program, peak_of_program, peaks_of_schedules
+from hf_helix.doctor.peaks import Peak, memory_of_program, peaks_of_schedules
 from hf_helix.doctor.reductions import gradient_sums
 from hf_helix.doctor.step import layout_of
 from hf_helix.planning.graph.operator import Part
@@ -42,7 +42,7 @@ def program_of(amounts: Amounts, count: int, rule: str) -> list[Instruction]:
 
 
 def peak_of(amounts: Amounts, program: list[Instruction]) -> Peak:
-    return peak_of_program(amounts, layout_of(amounts, case_of()), program)
+    return max(memory_of_program(amounts, layout_of(amounts, case_of()), program), key=lambda peak: peak.total)
 
 
 @pytest.mark.parametrize("rule", ["sequential", "greedy"])
@@ -68,8 +68,9 @@ def test_one_strand_needs_what_its_schedule_says(amounts: Amounts) -> None:
 def test_full_gradients_of_a_single_microbatch_go_as_they_come() -> None:
     """A few units' gradients are alive, in a program as in its schedule; of several micro-batches all are."""
     amounts = counted(on_meta(num_hidden_layers=12), **OPTIONS["sharded"])
-    layout = layout_of(amounts, case_of())
-    layout = replace(layout, reductions=[made for made, _ in gradient_sums(amounts, layout, amounts.spread)])
+    case = case_of(dp=2, shard_parameters=True)
+    layout = layout_of(amounts, case)
+    layout = replace(layout, reductions=[made for made, _ in gradient_sums(amounts, layout, case)])
     plan, found = make_plan("sequential", rough_profile(layout), model="m", mesh={"tp_size": 1}), {}
     for count in (1, 2):
         schedule = Scheduler("auto", 1)(count)
@@ -89,9 +90,9 @@ def test_full_gradients_of_a_single_microbatch_go_as_they_come() -> None:
 def test_full_gradients_go_as_they_come_where_every_micro_batch_is_reduced(rule: str) -> None:
     """As of a single micro-batch, however many there are."""
     amounts = counted(on_meta(num_hidden_layers=12), **OPTIONS["sharded"])
-    layout = layout_of(amounts, case_of())
-    sums = gradient_sums(amounts, layout, amounts.spread, often=True)
-    layout = replace(layout, reductions=[made for made, _ in sums])
+    case = case_of(dp=2, shard_parameters=True, reduce_gradients="microbatch")
+    layout = layout_of(amounts, case)
+    layout = replace(layout, reductions=[made for made, _ in gradient_sums(amounts, layout, case)])
     plan = make_plan(rule, rough_profile(layout), model="m", mesh={"tp_size": 1})
     whole, found = sum(made.bytes for made in layout.reductions), {}
     for count in (1, 4, 12):

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from transformers import LlamaConfig
 
+from hf_helix.doctor.case import Case
 from hf_helix.doctor.rivals import FSDP, simulate_rival
 from hf_helix.doctor.simulated import SimulatedModel
-from hf_helix.doctor.step import Case, simulate_step
+from hf_helix.doctor.step import simulate_step
 from hf_helix.operators.fused import kernels
 from hf_helix.planning.timing.cluster import load_cluster
 from hf_helix.planning.timing.sizes import Sizes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,20 +12,19 @@ from support.simulated import case_of, cluster_with, counted, layout_of_training
 
 from hf_helix.doctor import reductions
 from hf_helix.doctor.amounts.amounts import Amounts
-from hf_helix.doctor.estimate import Ring, estimate_profile, rings
-from hf_helix.doctor.reductions import gradient_sums, profile_with_sums
+from hf_helix.doctor.estimate import estimate_profile
+from hf_helix.doctor.reductions import gradient_sums, with_reductions
 from hf_helix.doctor.step import layout_of
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.timing.sizes import Sizes
 from hf_helix.runtime.gradients import buckets
 
 CLUSTER = cluster_with(
     nodes=2, devices_per_node=2, node={"gb_per_s": 100}, network={"gb_per_s": 100, "devices_per_link": 1}
 )
 AMOUNTS = counted(on_meta(), bf16=True, tp_size=2)
-PROFILE = estimate_profile(AMOUNTS, AMOUNTS.layout, Sizes(tp=2, dp=2), CLUSTER)
+CASE = case_of(tp=2, dp=2)
+PROFILE = estimate_profile(AMOUNTS, AMOUNTS.layout, CASE, CLUSTER)
 HELD = 4 * sum(AMOUNTS.weights[name].trained for name in AMOUNTS.layout.units)
-INSIDE, ACROSS, ALONE = Ring(2, (1, 2)), Ring(2, (1, 1)), Ring(1, (1, 1))
 
 
 def seconds_of(held: int) -> float:
@@ -51,33 +51,30 @@ def test_sums_are_those_of_training(
     for module in (reductions, buckets):
         monkeypatch.setattr(module, "BUCKET_BYTES", bucket_bytes)
     model, amounts = three_layers(repr((options, tp)))
-    result = [made for made, _ in gradient_sums(amounts, layout_of(amounts, case_of(tp=tp, dp=2)))]
+    case = case_of(tp=tp, dp=2)
+    result = [made for made, _ in gradient_sums(amounts, layout_of(amounts, case), case)]
     assert result == list(layout_of_training(model, tp_size=tp).reductions)
     assert (len(result) > 1) == (bucket_bytes < 2**20)
 
 
 def test_a_profile_has_sums_only_where_other_ranks_see_other_tokens() -> None:
-    axes = {**rings(CLUSTER, Sizes(tp=2, dp=2)), "copies": ACROSS}
-    result = profile_with_sums(PROFILE, AMOUNTS, axes, CLUSTER)
+    result = with_reductions(PROFILE, AMOUNTS, CASE, CLUSTER)
     (made,) = result.layout.reductions
     assert made.bytes == HELD
     assert result.times["gradients", "B.sum.0"] == pytest.approx(seconds_of(HELD))
-    assert profile_with_sums(PROFILE, AMOUNTS, {**axes, "copies": ALONE}, CLUSTER) is PROFILE
+    assert with_reductions(PROFILE, AMOUNTS, case_of(tp=2), CLUSTER) is PROFILE
     # Both take twice as long beside each other; over different links neither does.
-    axes: dict[str, Ring] = {"tp": INSIDE, "cp": ALONE, "experts": ALONE, "expert_copies": ALONE}
     name = ("gradients", "B.sum.0")
     collective = next(name for name in PROFILE.times if PROFILE.kind(name) is Kind.INTRA_NODE)
-    shared, apart = (
-        profile_with_sums(PROFILE, AMOUNTS, {**axes, "copies": copies}, CLUSTER) for copies in (INSIDE, ACROSS)
-    )
+    node = replace(CLUSTER, nodes=1, devices_per_node=4)
+    shared, apart = (with_reductions(PROFILE, AMOUNTS, CASE, cluster) for cluster in (node, CLUSTER))
     for first, second in ((name, collective), (collective, name)):
         assert shared.slowdown(first, second) == pytest.approx(2.0)
         assert apart.slowdown(first, second) == 1.0
     # Sums to parts send half.
     amounts = counted(on_meta(), tp_size=2)  # in fp32 all of a unit is in one flat
-    axes = {**rings(CLUSTER, Sizes(tp=2, dp=2)), "copies": ACROSS}
-    whole = profile_with_sums(PROFILE, amounts, axes, CLUSTER)
-    parts = profile_with_sums(PROFILE, amounts, axes, CLUSTER, {"copies": 2})
+    whole = with_reductions(PROFILE, amounts, CASE, CLUSTER)
+    parts = with_reductions(PROFILE, amounts, replace(CASE, shard_parameters=True), CLUSTER)
     assert (
         sum(made.bytes for made in parts.layout.reductions)
         == sum(made.bytes for made in whole.layout.reductions)
@@ -99,7 +96,7 @@ def test_sums_to_parts_are_those_of_training(when: str, options: dict[str, Any])
     model = on_meta(**options, num_hidden_layers=3)
     amounts = counted(model, shard_parameters=True, dp_size=2)
     case = case_of(dp=2, shard_parameters=True, reduce_gradients=when)
-    sums = gradient_sums(amounts, layout_of(amounts, case), case.spread_gradients, often=case.reduces_often)
+    sums = gradient_sums(amounts, layout_of(amounts, case), case)
     training = layout_of_training(model, shard_parameters=True, reduce_gradients=when).reductions
     assert [made for made, _ in sums] == list(training)
     assert [made.every_microbatch for made in training].count(False) == (

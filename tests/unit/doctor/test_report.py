@@ -20,7 +20,7 @@ CLUSTER = cluster_with(devices_per_node=2)
 @pytest.fixture(scope="module")
 def step() -> Step:
     amounts = counted(on_meta(num_hidden_layers=2), bf16=True)
-    return simulate_step(amounts, case_of(2, 2, 32, dp=2, plan="sequential"), CLUSTER, Fidelity.REDUCED)
+    return simulate_step(amounts, case_of(2, 2, 32, dp=2, plan="sequential"), CLUSTER, Fidelity.WHOLE)
 
 
 def slower(step: Step, factor: float) -> Step:

@@ -55,7 +55,7 @@ def test_weights_are_gathered_twice_and_gradients_reduced_once(amounts: Amounts,
 
 def test_what_is_gathered_beside_computation_does_not_show(amounts: Amounts):
     step = step_of(amounts, FAST)
-    plain = simulate_step(amounts, step.case, FAST, Fidelity.REDUCED)
+    plain = simulate_step(amounts, step.case, FAST, Fidelity.WHOLE)
     assert step.exposed[Kind.INTRA_NODE] == pytest.approx(0, abs=1e-6 * step.window)
     assert step.window == pytest.approx(plain.window - plain.casts, rel=0.01)
     assert step.optimizer == pytest.approx(plain.optimizer / RANKS)
@@ -107,7 +107,7 @@ def test_the_host_of_stock_fsdp_issues_as_ours_does(amounts: Amounts):
     """Where the host is slower than the device, a step takes its time: 1.1 times that of one strand of hf_helix."""
     slow = replace(FAST, device=replace(FAST.device, issue_seconds=1e-3))
     stock = step_of(amounts, slow)
-    ours = simulate_step(amounts, replace(stock.case, cuda_graphs="false"), slow, Fidelity.REDUCED)
+    ours = simulate_step(amounts, replace(stock.case, cuda_graphs="false"), slow, Fidelity.WHOLE)
     assert stock.window == pytest.approx(1.1 * (ours.window - ours.casts))
     assert step_of(amounts, FAST).window < 0.1 * stock.window
     on_cpu = replace(slow, device=replace(slow.device, host_runs_ahead=False))
@@ -165,7 +165,13 @@ def test_the_offload_pipeline_is_near_its_published_figures(size: str):
     cluster = replace(cluster, device=replace(cluster.device, peaks={"bf16": 330e12}))
     options, published, error = PUBLISHED[size]
     model = on_meta("qwen3", **QWEN3, **options, tie_word_embeddings=size == "1.7B")
-    search = Search(SimulatedModel(model, cluster).amounts, cluster, 512_000, 4096, layers=options["num_hidden_layers"])
+    search = Search(
+        SimulatedModel(model, cluster).amounts,
+        cluster,
+        512_000,
+        case_of(length=4096),
+        layers=options["num_hidden_layers"],
+    )
     found = search.rival(PIPELINE_OFFLOAD)
     assert found is not None
     step = found.step

@@ -53,7 +53,7 @@ def step_of(
     paper: SimulatedModel, whole: bool = False, cluster: Cluster = CLUSTER, quick: bool = False, **case: Any
 ) -> Any:
     wanted = case_of(**case)
-    fidelity = Fidelity.DRAWN if whole else Fidelity.QUICK if quick else Fidelity.REDUCED
+    fidelity = Fidelity.DRAWN if whole else Fidelity.QUICK if quick else Fidelity.WHOLE
     return simulate_step(paper.amounts(wanted), wanted, cluster, fidelity)
 
 

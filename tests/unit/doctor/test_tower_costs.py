@@ -13,8 +13,9 @@ from support.image_jobs import KINDS, model_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_helix.doctor.amounts.meter import MATMUL
+from hf_helix.doctor.case import Case
 from hf_helix.doctor.simulated import SimulatedModel
-from hf_helix.doctor.step import Case, even_counts, model_flops, simulate_step, usual_counts
+from hf_helix.doctor.step import even_counts, model_flops, simulate_step, usual_counts
 from hf_helix.models.registry import family_of
 from hf_helix.planning.timing.cluster import load_cluster
 from hf_helix.planning.timing.sizes import Sizes

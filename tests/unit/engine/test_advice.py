@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.simulated import on_meta
+from support.simulated import case_of, on_meta
 
 from hf_helix.doctor.layouts import Ranking, Search
 from hf_helix.doctor.simulated import SimulatedModel
@@ -27,7 +27,7 @@ def advised() -> tuple[Any, Ranking, Cluster]:
     paper = SimulatedModel(on_meta(num_key_value_heads=4), cluster)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Search, "rival", lambda *_: None)  # nothing is said of rivals, which take long to simulate
-        return paper.model, Search(paper.amounts, cluster, TOKENS, LENGTH, paper.layers).run(), cluster
+        return paper.model, Search(paper.amounts, cluster, TOKENS, case_of(length=LENGTH), paper.layers).run(), cluster
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,17 @@ from support.simulated import case_of, cluster_with, on_meta
 from support.windows import bar, window
 
 from hf_helix.cli import main
-from hf_helix.doctor.page import layouts_part, step_parts
+from hf_helix.doctor.page import layouts_part, memory_of_run, step_parts
 from hf_helix.doctor.simulated import SimulatedModel
-from hf_helix.doctor.step import simulate_step
+from hf_helix.doctor.step import profile_of, simulate_step
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.named import build_schedule
 from hf_helix.planning.schedule.scheduler import simulate_layers
+from hf_helix.planning.timing.predict import Prediction
 from hf_helix.planning.timing.profile_file import save_profile
 from hf_helix.report.page import pipeline_part, plan_parts, stacked, window_part, write_page
 from hf_helix.report.timeline import bars_of_timeline
+from hf_helix.tuning.cache import model_digest
 
 pytest.importorskip("bokeh")
 
@@ -75,6 +78,34 @@ def test_the_memory_of_a_step_rises_to_what_the_doctor_says() -> None:
     seconds, held = layouts_part({"mine": step}, cluster, "").figures
     assert columns(seconds)["right"][-1] == pytest.approx(1e6 * step.seconds / case.tokens, rel=0.02)
     assert columns(held)["right"][-1] == pytest.approx(step.memory.total / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("options", "shared"),
+    [
+        ({}, ""),
+        ({"dp": 2, "shard_optimizer": True}, "stepped by 2"),
+        ({"offload": "optimizer"}, "stepped by 1, optimizer on the host"),
+        ({"offload": "parameters"}, "spread over 1, parameters on the host"),
+        ({"pp": 2, "spread_vocabulary": True}, ""),
+    ],
+    ids=str,
+)
+def test_the_memory_of_a_run_is_that_of_its_case(options: dict[str, Any], shared: str) -> None:
+    """From what its profile says alone, such as that the host has weights and states."""
+    cluster, model = cluster_with(nodes=1, devices_per_node=2), on_meta(num_hidden_layers=4)
+    case = case_of(microbatches=4, plan="sequential", **options)
+    amounts = SimulatedModel(model, cluster).amounts(case)
+    step, profile = simulate_step(amounts, case, cluster), profile_of(amounts, case, cluster, whole=True)
+    assert step.drawn is not None
+    about = {"model": f"LlamaForCausalLM {model_digest(model)} bfloat16", "shapes": "1 x 64", "backend": "nccl"}
+    profile = replace(profile, about={**about, "weights": shared})
+    programs, timeline = step.drawn
+    mesh = {"pp_size": case.sizes.pp}
+    drawn = memory_of_run(model.config, profile, mesh, Prediction(0.0, 0.0, drawn=timeline, instructions=programs))
+    most = max(sum(parts) for parts in zip(*drawn.parts.values(), strict=True))
+    assert most == pytest.approx(step.memory.total)
+    assert (max(drawn.parts["states"]) == 0) is bool(case.offload)
 
 
 class Sources(HTMLParser):

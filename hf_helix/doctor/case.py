@@ -1,0 +1,102 @@
+"""A case: a layout with its micro-batches and options.
+
+In:   the options of `HelixConfig` that a prediction reads, the sizes of a micro-batch, and what a run cannot say.
+Out:  a `Case`, with what follows from it alone: ranks of stages, and over which ranks weights and gradients lie.
+Must hold: nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_helix.config import AUTO, EVERY_MICROBATCH, PARAMETERS
+from hf_helix.planning.schedule.placement import layer_ranks, stage_ranks
+from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES, Sizes
+
+PARAMETER, GRADIENT, STATES = 4, 4, 8
+"""Bytes of an element: trained weights and gradients in fp32, and the two states of Adam."""
+
+ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of an element of cast weights, by the type of matrix products
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout with its micro-batches and options."""
+
+    sizes: Sizes
+    batch: int  # sequences of a micro-batch
+    length: int  # tokens of a sequence
+    microbatches: int  # micro-batches of a window, on each data-parallel rank
+    plan: str = "greedy"
+    schedule: str = "auto"
+    recompute: str = "none"
+    # as in `HelixConfig`: each replica updates a shard of the weights, with reduce-scattered gradients, and weights are
+    # gathered once in a window, overlapped with its first forward pass
+    shard_optimizer: bool = False
+    shard_parameters: bool = False
+    reduce_gradients: str = "window"  # as in `HelixConfig`: "window" or "microbatch", see `with_usual_reduction`
+    dtype: str = "bf16"
+    # rows of the experts on the busiest rank relative to the mean. Routing depends on the data, so the factor is given,
+    # not predicted. Time and memory are for a rank with this factor in every layer: an upper estimate if layers differ.
+    # With the factor of the most uneven layer, the predicted memory of a small mixture on two ranks was 1.27 to 1.50
+    # times the counted memory
+    imbalance: float = 1.0
+    expert_capacity_factor: float | None = None  # as in `HelixConfig`: all experts get equal rows, for any routing
+    state_bytes: float = STATES  # bytes of the optimizer's states for an element
+    layers_per_stage: tuple[float, ...] | None = None  # as in `HelixConfig`
+    cuda_graphs: str = AUTO  # as in `HelixConfig`: "auto", "true" or "false"
+    offload: str | None = None  # as in `HelixConfig`
+    spread_vocabulary: bool = False  # as in `HelixConfig`
+    image_share: float = 0.0  # as in `HelixConfig`
+    whole_logits: bool = False  # of rivals: a loss is never computed in tiles, see `hf_helix.operators.vocab_tiles`
+    float8: str | None = None  # as in `HelixConfig`
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, of all data-parallel ranks."""
+        return self.batch * self.length * self.microbatches * self.sizes.dp
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The pipeline rank of each virtual stage."""
+        return stage_ranks(self._placement, self.sizes.pp)
+
+    @property
+    def layer_ranks(self) -> tuple[int, ...]:
+        """The pipeline rank of each virtual stage with layers."""
+        return layer_ranks(self._placement, self.sizes.pp)
+
+    @property
+    def _placement(self) -> str:
+        return Scheduler(self.schedule, self.sizes.pp, spread=self.spread_vocabulary).placement
+
+    @property
+    def streams_weights(self) -> bool:
+        """Whether every use of weights copies them from the host."""
+        return self.offload == PARAMETERS
+
+    @property
+    def spread_weights(self) -> dict[str, int]:
+        """Number of ranks by axis over which weights are sharded."""
+        return self.sizes.spread() if self.shard_parameters else {}
+
+    @property
+    def spread_gradients(self) -> dict[str, int]:
+        """Number of ranks by axis over which gradients are reduce-scattered; other axes all-reduce gradients."""
+        return self.sizes.spread() if self.shard_parameters or self.shard_optimizer else {}
+
+    def stepped(self, count: float, of_experts: float) -> float:
+        """Returns the part that a rank steps of its weights or gradients, those of experts counted apart."""
+        ranks = self.spread_gradients
+        return count / ranks.get(COPIES, 1) + of_experts / ranks.get(EXPERT_COPIES, 1)
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether the host has the trained weights, and the device keeps their copies between uses."""
+        return bool(self.offload) and not self.streams_weights
+
+    @property
+    def reduces_often(self) -> bool:
+        """Whether gradients of shards are reduced in every micro-batch."""
+        return self.shard_parameters and self.reduce_gradients == EVERY_MICROBATCH
