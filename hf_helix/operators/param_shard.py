@@ -27,7 +27,7 @@ class Placement:
             the features, and must be summed.
         blocks: the full lengths of matrices side by side along the cut dimension, each cut by itself (queries, keys and
             values in a single parameter); empty for a single matrix.
-        over: the axis: `tp`; `experts`, whose ranks together hold every expert of a replica once; or `vocabulary`, the
+        mesh_axis: `tp`; `experts`, whose ranks together hold every expert of a replica once; or `vocabulary`, the
             ranks of tensor parallelism and of the pipeline together.
     """
 
@@ -35,7 +35,7 @@ class Placement:
     length: int = 0
     sums_gradient: bool = False
     blocks: tuple[int, ...] = ()
-    over: str = TP
+    mesh_axis: str = TP
 
     @property
     def is_fused(self) -> bool:
@@ -110,11 +110,11 @@ class Placement:
             place.copy_(block)
 
 
-CUT_ROWS = Placement(dim=0)
-CUT_COLUMNS = Placement(dim=1)
-CUT_EXPERTS = Placement(dim=0, over=EXPERTS)
+CUT_DIM_0 = Placement(dim=0)
+CUT_DIM_1 = Placement(dim=1)
+CUT_EXPERTS = Placement(dim=0, mesh_axis=EXPERTS)
 COPIED = Placement()
-COPIED_ON_SHARDS = Placement(sums_gradient=True)
+COPIED_SUMMED = Placement(sums_gradient=True)
 
 
 def cut_bounds(length: int, size: int, rank: int) -> tuple[int, int]:

@@ -151,7 +151,9 @@ def _over_vocabulary(unit: Unit, weight: nn.Parameter) -> Unit:
             f"spread_vocabulary=True: the {unit.label} has a low-rank adapter, which no vocabulary divides; use "
             "spread_vocabulary=False, or leave the embedding and the head out of the adapters' target_modules"
         )
-    placements = {p: replace(placed, over=VOCABULARY) if p in read else placed for p, placed in unit.placements.items()}
+    placements = {
+        p: replace(placed, mesh_axis=VOCABULARY) if p in read else placed for p, placed in unit.placements.items()
+    }
     return replace(unit, placements=placements)
 
 
@@ -215,7 +217,7 @@ def _renamed(operators: Sequence[Operator], names: Mapping[str, str]) -> list[Op
 
 def _placed(unit: Unit, rank: int, there: Mapping[int, dict[nn.Parameter, nn.Parameter]]) -> Unit:
     """Returns the slice of a rank, with parameters of other ranks for those of a vocabulary."""
-    sliced = {parameter: placed for parameter, placed in unit.placements.items() if placed.over == VOCABULARY}
+    sliced = {parameter: placed for parameter, placed in unit.placements.items() if placed.mesh_axis == VOCABULARY}
     unit = replace(unit, label=f"{unit.label}.{rank}")
     if rank not in there:
         return unit

@@ -38,7 +38,7 @@ def _cut(parameter: Any, placed: Placement) -> str:
     if placed.dim is None:
         return f"{shape}, on every rank" + (", gradients summed over the ranks" if placed.sums_gradient else "")
     blocks = f", in blocks of {', '.join(map(str, placed.blocks))}" if placed.is_fused else ""
-    return f"{shape}, dimension {placed.dim} cut over {placed.over}{blocks}"
+    return f"{shape}, dimension {placed.dim} cut over {placed.mesh_axis}{blocks}"
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -80,7 +80,7 @@ class Division:
                 "data-parallel ranks hold shards of it, or the host holds it (shard_optimizer, shard_parameters, "
                 "offload)"
             )
-        is_of_experts = self.is_cut and self.placement.over == EXPERTS
+        is_of_experts = self.is_cut and self.placement.mesh_axis == EXPERTS
         return "ranks with other tokens hold other experts" if is_of_experts else ""
 
     @property
@@ -200,7 +200,7 @@ class Division:
         """Returns the owner's value on every rank of the pipeline; other ranks give an empty one of its shape. Where
         all ranks have slices, all have the value."""
         pipe = self.mesh.pipe
-        if pipe.group is not None and self.placement.over != VOCABULARY:
+        if pipe.group is not None and self.placement.mesh_axis != VOCABULARY:
             value = value.contiguous()
             dist.broadcast(value, pipe.ranks[self.owner], group=pipe.group)
         return value

@@ -96,7 +96,7 @@ class Stage:
         """Every parameter of the model, once; those with slices on all ranks first, in an order equal on all ranks."""
         found = {p: placement for unit in self.model.values() for p, placement in unit.placements.items()}
         mine = [(p, placement) for p, placement in found.items() if not isinstance(p, Elsewhere)]
-        return dict(sorted(mine, key=lambda each: each[1].over != VOCABULARY))
+        return dict(sorted(mine, key=lambda each: each[1].mesh_axis != VOCABULARY))
 
     @property
     def owners(self) -> dict[nn.Parameter, int]:

@@ -159,7 +159,7 @@ def of_slices_alone(amounts: Amounts, stage: Stage) -> Amounts:
         sliced = [
             parameter
             for parameter, placed in units[first].placements.items()
-            if placed.over == VOCABULARY and (first == ends[0][0] or parameter not in looked_up)
+            if placed.mesh_axis == VOCABULARY and (first == ends[0][0] or parameter not in looked_up)
         ]
         trained, frozen = (sum(p.numel() for p in sliced if p.requires_grad is trains) for trains in (True, False))
         for name in (each for each in others if each in units):
@@ -309,7 +309,7 @@ def _weights(runner: Runner) -> dict[str, Weights]:
             if parameter in seen:
                 continue
             seen.add(parameter)
-            elements[parameter.requires_grad, placement.over == EXPERTS] += parameter.numel()
+            elements[parameter.requires_grad, placement.mesh_axis == EXPERTS] += parameter.numel()
             if not parameter.requires_grad:
                 itemsize = max(itemsize, parameter.itemsize)
         weights[unit.name] = Weights(
@@ -328,7 +328,7 @@ def _gradients(runner: Runner, flats: Mapping[nn.Parameter, str]) -> dict[str, l
     for made in by_completion(model):
         adders = tuple((model[index].name, name) for index, name in made.adders)
         last = model[min(index for index, _ in made.adders)].name
-        is_experts = made.placement.over == EXPERTS
+        is_experts = made.placement.mesh_axis == EXPERTS
         gradients[last].append(Gradient(adders, made.parameter.numel(), is_experts, flats.get(made.parameter, "")))
     return gradients
 
@@ -337,5 +337,5 @@ def _kept(flat: Zero1FlatParameter, units: Sequence[str]) -> KeptWeights:
     parameter, placement = next(iter(flat.placements.items()))
     elements = sum(each.numel() for each in flat.placements)
     dtype = flat.cast_to or parameter.dtype
-    is_experts, is_cast = placement.over == EXPERTS, dtype != parameter.dtype
+    is_experts, is_cast = placement.mesh_axis == EXPERTS, dtype != parameter.dtype
     return KeptWeights(tuple(units), flat.name, elements, dtype.itemsize, is_experts, is_cast)

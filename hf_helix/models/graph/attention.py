@@ -29,7 +29,7 @@ from hf_helix.operators.attention.kernels import kernel_for
 from hf_helix.operators.attention.partial import AttentionKernel, Exact
 from hf_helix.operators.attention.ring_attention import GatheredBlocks, JoinBlocks, RingBlock, RingStep
 from hf_helix.operators.communication.collectives import AllGather
-from hf_helix.operators.param_shard import CUT_ROWS
+from hf_helix.operators.param_shard import CUT_DIM_0
 
 SlidingWindow = int | None
 """The number of tokens that a token attends to, itself included; None for all before it."""
@@ -299,7 +299,7 @@ def _shared_attention(
             saved_for_backward=(q, kv, *outputs),
             relative_cost=ATTENTION,
         )
-    b.place([sinks], CUT_ROWS)
+    b.place([sinks], CUT_DIM_0)
     join = JoinBlocks(value_dtype(attention.module), attention.value_dim, sinks)
     saved = () if sinks is None else outputs
     return b.declare("attention.join", join, value, outputs, saved_for_backward=saved)[0]

@@ -23,7 +23,7 @@ from hf_helix.operators.explicit import Explicit, RmsNorm
 from hf_helix.operators.linears.four_bit import FourBit
 from hf_helix.operators.linears.linear import Linear, Projection
 from hf_helix.operators.moe.dispatch import RouterMeter
-from hf_helix.operators.param_shard import COPIED, COPIED_ON_SHARDS, CUT_COLUMNS, CUT_ROWS, Placement, cut_bounds
+from hf_helix.operators.param_shard import COPIED, COPIED_SUMMED, CUT_DIM_0, CUT_DIM_1, Placement, cut_bounds
 from hf_helix.operators.segment import Add, Dropout, Segment, SumOfParts, cast_for_matmul, compiled
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.vocab_parallel import TokenStatistics, cross_entropy, lookup, noisy
@@ -342,7 +342,7 @@ class Builder:
         Returns:
             One value for each linear [tokens, batch, output features of this rank].
         """
-        rows, columns = (replace(cut, blocks=tuple(blocks)) for cut in (CUT_ROWS, CUT_COLUMNS))
+        rows, columns = (replace(cut, blocks=tuple(blocks)) for cut in (CUT_DIM_0, CUT_DIM_1))
         return self._linears(name, linears, value, rows, columns)
 
     def replicated_linear(self, name: str, linears: Mapping[str, Projection], value: str) -> tuple[str, ...]:
@@ -358,7 +358,7 @@ class Builder:
         Returns:
             One value for each linear [tokens, batch, output features].
         """
-        return self._linears(name, linears, value, COPIED_ON_SHARDS, COPIED_ON_SHARDS)
+        return self._linears(name, linears, value, COPIED_SUMMED, COPIED_SUMMED)
 
     def row_parallel(self, name: str, linear: Projection, value: str) -> str:
         """Adds a linear cut by its input features; the outputs are partial sums for `reduce_scatter`.
@@ -368,8 +368,8 @@ class Builder:
             value: the input [sequence, batch, features / tp_size].
         """
         plain_linear = unwrap_peft(linear, self.label)
-        matrix = CUT_ROWS if plain_linear.is_transposed else CUT_COLUMNS
-        self._place_linear(plain_linear, matrix, COPIED, down=CUT_COLUMNS, up=COPIED_ON_SHARDS)
+        matrix = CUT_DIM_0 if plain_linear.is_transposed else CUT_DIM_1
+        self._place_linear(plain_linear, matrix, COPIED, down=CUT_DIM_1, up=COPIED_SUMMED)
         operator = _linear([plain_linear], adds_bias=self.tp.rank == 0)
         return self.declare(name, operator, (value,), splits_dgrad_wgrad=True, relative_cost=GEMM)[0]
 
@@ -396,10 +396,10 @@ class Builder:
                 f"{type(table.module).__name__}: the noise comes behind all that the embedding does, and is built for "
                 "plain torch.nn.Embedding; use neftune_noise_alpha=None"
             )
-        self.place([copy.weight for copy in table.copies], CUT_ROWS)
+        self.place([copy.weight for copy in table.copies], CUT_DIM_0)
         for adapter in table.all_adapters():
-            self.place([adapter.down], CUT_COLUMNS)
-            self.place([adapter.up], COPIED_ON_SHARDS)
+            self.place([adapter.down], CUT_DIM_1)
+            self.place([adapter.up], COPIED_SUMMED)
         segment = _lookup_segment(table, embedding, self.vocabulary, self.loss_tweaks.neftune_alpha, change)
         return self.declare(name, segment, ())[0]
 
@@ -462,7 +462,7 @@ class Builder:
         read = set(self._placements)
         head = model.get_output_embeddings()
         if head is not None:
-            self._place_linear(unwrap_peft(head, self.label), CUT_ROWS, CUT_ROWS, down=COPIED, up=CUT_ROWS)
+            self._place_linear(unwrap_peft(head, self.label), CUT_DIM_0, CUT_DIM_0, down=COPIED, up=CUT_DIM_0)
         if below is not None:
             known = {*below, *self._placements}
             self.place([parameter for parameter in model.parameters() if parameter not in known], COPIED)
@@ -490,7 +490,7 @@ class Builder:
         placement `rows`, transposed weights with `columns`."""
         plain_linears = [unwrap_peft(linear, self.label) for linear in linears.values()]
         for linear in plain_linears:
-            self._place_linear(linear, columns if linear.is_transposed else rows, rows, down=COPIED_ON_SHARDS, up=rows)
+            self._place_linear(linear, columns if linear.is_transposed else rows, rows, down=COPIED_SUMMED, up=rows)
         outputs = tuple(f"{name}.{key}" for key in linears)
         cost = GEMM * max(1, len(linears) / 2)
         return self.declare(
@@ -535,9 +535,9 @@ class Builder:
         rows = _parameters_of([each for each in cut if not isinstance(each, tuple)])
         copied, shares = _parameters_of(uses), dict.fromkeys([*rows, *placed])
         copies = [parameter for parameter in copied if parameter not in shares]
-        self.place(copies, COPIED_ON_SHARDS if on_shard else COPIED)
+        self.place(copies, COPIED_SUMMED if on_shard else COPIED)
         for parameter in shares:
-            self.place([parameter], placed.get(parameter, CUT_ROWS))
+            self.place([parameter], placed.get(parameter, CUT_DIM_0))
         return list(copied | shares)
 
 

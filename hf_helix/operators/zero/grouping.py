@@ -85,7 +85,7 @@ def _name_of(parameter: nn.Parameter, placement: Placement, shared: bool, is_cas
     """Returns the name of a parameter's flat parameter, also the name of the gathered value."""
     traits = {
         "shared": shared,
-        "experts": placement.over == EXPERTS,
+        "experts": placement.mesh_axis == EXPERTS,
         "frozen": not parameter.requires_grad,
         "bf16": parameter.dtype is torch.bfloat16,
         "packed": parameter.dtype is torch.uint8,

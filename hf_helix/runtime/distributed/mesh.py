@@ -205,16 +205,16 @@ class Mesh:
 
     def axis_of(self, placement: Placement) -> Axis:
         """Returns the ranks that a parameter is cut over."""
-        return {EXPERTS: self.experts, VOCABULARY: self.vocabulary}.get(placement.over, self.tp)
+        return {EXPERTS: self.experts, VOCABULARY: self.vocabulary}.get(placement.mesh_axis, self.tp)
 
     def replica_group_of(self, placement: Placement) -> dist.ProcessGroup | None:
         """Returns the replicas of a parameter: ranks with the same part of it and other tokens."""
-        return self.expert_replica_group if placement.over == EXPERTS else self.replica_group
+        return self.expert_replica_group if placement.mesh_axis == EXPERTS else self.replica_group
 
     def shard_axes(self, placement: Placement) -> ReplicaAxes | None:
         """Returns the axes over the replicas of a parameter that shard it, of a single rank where every replica steps
         all of it on its host; None where it steps all of it on its device."""
-        return self.expert_replica_axes if placement.over == EXPERTS else self.replica_axes
+        return self.expert_replica_axes if placement.mesh_axis == EXPERTS else self.replica_axes
 
     def holds_first_replica(self, placement: Placement, flat: FlatParameter | None = None) -> bool:
         """Returns whether this rank is the first with its elements of a parameter: sums over all ranks count every

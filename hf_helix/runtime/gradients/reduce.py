@@ -257,7 +257,9 @@ class GradientReducer:
     def _reduce(self, placements: Placements) -> None:
         tp = self._mesh.tp
         summed: list[Event] = []
-        averaged = [self._averaged(placements, over) for over in sorted({each.over for each in placements.values()})]
+        averaged = [
+            self._averaged(placements, over) for over in sorted({each.mesh_axis for each in placements.values()})
+        ]
         for parameters, group in averaged:
             if group is not None:
                 _move_to_one_buffer(parameters)
@@ -291,9 +293,9 @@ class GradientReducer:
             self._down[number] = gradients, event
         self._events.append(event)
 
-    def _averaged(self, placements: Placements, over: str) -> tuple[list[nn.Parameter], dist.ProcessGroup | None]:
+    def _averaged(self, placements: Placements, axis: str) -> tuple[list[nn.Parameter], dist.ProcessGroup | None]:
         """Returns the parameters that are cut over an axis, and the group of their replicas."""
-        members = {parameter: placement for parameter, placement in placements.items() if placement.over == over}
+        members = {parameter: placement for parameter, placement in placements.items() if placement.mesh_axis == axis}
         return list(members), self._mesh.replica_group_of(next(iter(members.values())))
 
     def _issue(

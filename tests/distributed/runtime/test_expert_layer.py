@@ -49,7 +49,7 @@ def spread(family: str, axis: str, capacity: float | None, recompute: str = "non
     module, given = experts_of(family, FORMS[family]), tokens_on(axis, mesh.experts.rank)
     unit = unit_of_experts(module, sharing)
     for parameter, placement in unit.placements.items():
-        if placement.over == EXPERTS:
+        if placement.mesh_axis == EXPERTS:
             parameter.data = placement.cut(parameter.data, 2, mesh.experts.rank)
     side = side_of(given, mesh.tp.size) | {SHARD_TOKENS: ROWS[axis][0] * BATCH}
     inputs = {name: given[name] for name in ("x", "weights")}

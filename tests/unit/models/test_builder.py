@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import LossTweaks, ParallelContext
-from hf_helix.operators.param_shard import COPIED, COPIED_ON_SHARDS, Placement
+from hf_helix.operators.param_shard import COPIED, COPIED_SUMMED, Placement
 
 
 class Block(nn.Module):
@@ -52,7 +52,7 @@ def test_blocks_cut_the_bias_and_the_adapters_as_the_weight() -> None:
     assert placements_of(b, model, "up.fused") == {
         f"{prefix}base_layer.weight": blocks,
         f"{prefix}base_layer.bias": blocks,
-        f"{prefix}lora_A.default.weight": COPIED_ON_SHARDS,
+        f"{prefix}lora_A.default.weight": COPIED_SUMMED,
         f"{prefix}lora_B.default.weight": blocks,
         f"{prefix}lora_B.default.bias": blocks,
     }
@@ -73,7 +73,7 @@ def test_blocks_are_as_long_as_the_linear() -> None:
 def test_replicated_linears_sum_their_gradients() -> None:
     model, b = with_lora(nn.Linear(6, 10)), builder_of_layer()
     assert b.replicated_linear("up", {"a": model.base_model.model.linear}, "x") == ("up.a",)
-    assert set(placements_of(b, model, "up.a").values()) == {COPIED_ON_SHARDS}
+    assert set(placements_of(b, model, "up.a").values()) == {COPIED_SUMMED}
     assert b.build("up.a").graphs.forward["up"].splits_dgrad_wgrad
 
 
@@ -88,9 +88,9 @@ def test_parameters_of_segments_are_copied_or_cut() -> None:
     )
     rows = Placement(0, 8)
     assert unit.placements == {
-        others.weight: COPIED_ON_SHARDS,
+        others.weight: COPIED_SUMMED,
         others.bias: Placement(0, 3),
-        gain: COPIED_ON_SHARDS,
+        gain: COPIED_SUMMED,
         sinks: Placement(0, 4),
         norm.weight: rows,
         norm.bias: rows,

@@ -165,14 +165,14 @@ def test_biases_alone_are_trained() -> None:
 def test_a_norm_behind_experts_is_whole_on_every_rank() -> None:
     module = module_of("muse_spark")
     placed = unit_of_experts(module, ParallelContext()).placements
-    assert placed[module.gate_up_proj].over == placed[module.down_proj].over == EXPERTS
+    assert placed[module.gate_up_proj].mesh_axis == placed[module.down_proj].mesh_axis == EXPERTS
     assert placed[module.post_expert_norm.weight].sums_gradient
 
 
 def test_all_that_experts_have_is_cut_by_experts() -> None:
     module = module_of("gpt_oss")
     placed = unit_of_experts(module, ParallelContext()).placements
-    assert {(p.dim, p.over, p.length) for p in placed.values()} == {(CUT_EXPERTS.dim, EXPERTS, NUM_EXPERTS)}
+    assert {(p.dim, p.mesh_axis, p.length) for p in placed.values()} == {(CUT_EXPERTS.dim, EXPERTS, NUM_EXPERTS)}
     assert len(placed) == 4
 
 

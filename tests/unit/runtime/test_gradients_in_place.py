@@ -12,7 +12,7 @@ from support.units import unit_of
 from torch import Tensor, nn
 
 from hf_helix.operators.communication.transport import Axis, SilentTransport
-from hf_helix.operators.param_shard import COPIED, CUT_ROWS
+from hf_helix.operators.param_shard import COPIED, CUT_DIM_0
 from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
@@ -70,7 +70,7 @@ def flat_of(parameter: nn.Parameter) -> FlatParameter:
 def reduce(parameters: Sequence[nn.Parameter], flats: Sequence[FlatParameter] = ()) -> AtOnce:
     sizes, group, one, streams = {"dp": RANKS, "pp": 1, "cp": 1, "tp": 1, "ep": 1}, object(), Axis.single(), AtOnce()
     given: Any = (sizes, torch.device("cpu"), None, one, Axis.single(), one, Pipe([0]), group, group, group, None)
-    unit = unit_of({parameter: CUT_ROWS if parameter.dim() > 1 else COPIED for parameter in parameters})
+    unit = unit_of({parameter: CUT_DIM_0 if parameter.dim() > 1 else COPIED for parameter in parameters})
     unit = replace(unit, flat_parameters={flat.name: flat for flat in flats})
     gradients.reduce_all_gradients({0: unit}, Mesh(*given), streams)
     return streams

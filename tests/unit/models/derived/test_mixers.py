@@ -21,7 +21,7 @@ from hf_helix.models.registry import family_of
 from hf_helix.models.trace.mixers import hide_padding, shares_of
 from hf_helix.operators.communication.collectives import AllGather, Exchange
 from hf_helix.operators.communication.transport import Axis, SilentTransport
-from hf_helix.operators.param_shard import COPIED_ON_SHARDS, Placement
+from hf_helix.operators.param_shard import COPIED_SUMMED, Placement
 from hf_helix.operators.unit import Unit
 from hf_helix.runtime.distributed.mesh import mesh_of
 
@@ -125,7 +125,7 @@ def test_towers_are_copied_and_sound_is_refused() -> None:
     model = small("LlavaForConditionalGeneration")
     unit = family_of(model).units(model, ParallelContext(Axis(SilentTransport(2, 0))))[0]
     towers = [*model.model.vision_tower.parameters(), *model.model.multi_modal_projector.parameters()]
-    assert {unit.placements[p] for p in towers} == {COPIED_ON_SHARDS}
+    assert {unit.placements[p] for p in towers} == {COPIED_SUMMED}
     assert all(p.requires_grad for p in towers)
     ids = torch.ones(1, 5, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids, "input_features": torch.ones(1, 4, 4)}

@@ -26,7 +26,7 @@ from hf_helix.models.placement.value_placement import (
     ValuePlacement,
 )
 from hf_helix.models.trace.trace import Underivable
-from hf_helix.operators.param_shard import COPIED, COPIED_ON_SHARDS
+from hf_helix.operators.param_shard import COPIED, COPIED_SUMMED
 
 
 def cuts(module: nn.Module) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def test_a_norm_over_all_heads_is_traced_through_and_sums_its_squares() -> None:
 def test_a_norm_of_each_head_sees_a_part_of_its_gradient() -> None:
     module = modules.NormedHeads()
     placements = unit_of(module).placements
-    assert placements[module.q_norm.weight] == placements[module.k_norm.weight] == COPIED_ON_SHARDS
+    assert placements[module.q_norm.weight] == placements[module.k_norm.weight] == COPIED_SUMMED
     assert placements[module.out.bias] == COPIED
     check_on_two_ranks(module)
 
@@ -112,7 +112,7 @@ def test_latents_stay_on_the_shard_and_one_key_is_repeated_for_the_heads_of_a_ra
     result = inferred(module)
     assert styles(result) == {"q": COLUMN, "latent": REPLICATED, "unfold": COLUMN, "out": ROW}
     assert {dim for _, dim in result.decisions.shortened} == {1}
-    assert unit_of(module).placements[module.norm.weight] == COPIED_ON_SHARDS
+    assert unit_of(module).placements[module.norm.weight] == COPIED_SUMMED
     check_on_two_ranks(module)
 
 
