@@ -1,5 +1,7 @@
 """Matrix products: adding to gradients in fp32, one product in place of several, and products beside a busy kernel."""
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 import statistics

@@ -6,6 +6,8 @@ Must hold: a model without a next-token head, or with a loss other than next-tok
 derived from the model.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection
 from typing import Any
 

@@ -10,6 +10,8 @@ There is a folder for each key under `$HELIX_CACHE` (by default `hf_helix` in Hu
 first two.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import hashlib
 import itertools

@@ -1,5 +1,7 @@
 """A loss in tiles of tokens and words is the loss of the unsplit model, and so are its gradients."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

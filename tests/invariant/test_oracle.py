@@ -1,5 +1,7 @@
 """Our runner does what the runtime of torch.distributed.pipelining does with the same action table."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

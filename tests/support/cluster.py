@@ -6,6 +6,8 @@ its own file. Ranks are forked from one process that has imported everything, wh
 process runs no job and has no process group.
 """
 
+from __future__ import annotations
+
 import gc
 import importlib
 import multiprocessing

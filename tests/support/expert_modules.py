@@ -1,5 +1,7 @@
 """Modules of fused experts of Transformers, tiny and by themselves, and units that have nothing else."""
 
+from __future__ import annotations
+
 import copy
 import importlib
 from collections.abc import Iterable

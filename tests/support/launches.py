@@ -1,5 +1,7 @@
 """Scripts started as users start them: by a launcher, or rank by rank, as on several hosts."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import signal

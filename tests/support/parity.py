@@ -1,5 +1,7 @@
 """Windows of the unsplit model, and of several ranks beside them; `invariant.harness` runs those."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """TRL's SFTTrainer, with and without the mixin, on prompts with completions of a tiny tokenizer."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

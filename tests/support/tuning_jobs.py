@@ -1,5 +1,7 @@
 """Measuring, tuning and scoring, for a `Cluster`. Named "support.tuning_jobs:function" there."""
 
+from __future__ import annotations
+
 import contextlib
 import io
 import os

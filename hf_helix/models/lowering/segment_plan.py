@@ -10,6 +10,8 @@ other sum.
                            segment of attention
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -9,6 +9,8 @@ decision, so inference ends:
     until a round ends: place every node in order; a rule without a placement adds a decision and restarts
 """
 
+from __future__ import annotations
+
 import itertools
 from dataclasses import replace
 

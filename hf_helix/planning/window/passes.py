@@ -19,6 +19,8 @@ replicas issue their collectives in the same order.
                         Copies from the host precede them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

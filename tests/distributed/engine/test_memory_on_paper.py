@@ -1,5 +1,7 @@
 """The memory of a window on paper is what real ranks count, tensor by tensor."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

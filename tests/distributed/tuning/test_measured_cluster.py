@@ -1,5 +1,7 @@
 """`hf-helix cluster`: two processes measure themselves and the links between them."""
 
+from __future__ import annotations
+
 import os
 import random
 import time

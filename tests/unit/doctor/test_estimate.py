@@ -1,5 +1,7 @@
 """Times by hand: kernels, collectives inside a node and between nodes, shared links, contention, waiting."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Predictions beside figures that were measured or published: docs/doctor.md says how far apart they are."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,7 @@
 """Sums of gradients on paper: what lasts longer than the backward beside which it begins."""
 
+from __future__ import annotations
+
 import ast
 import functools
 from dataclasses import replace

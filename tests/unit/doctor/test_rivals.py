@@ -1,5 +1,7 @@
 """Rivals on paper: what FSDP sends and keeps by hand, and where gathers hide; published figures of others."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 

@@ -3,6 +3,8 @@
 Modeling files are not imported, which would take minutes: the functions are compiled from their text.
 """
 
+from __future__ import annotations
+
 import functools
 import re
 from collections.abc import Callable

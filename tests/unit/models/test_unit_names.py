@@ -1,5 +1,7 @@
 """Units of one name have equal graphs."""
 
+from __future__ import annotations
+
 from support.graphs import compute, pair
 
 from hf_helix.models.family import number_distinct_graphs

@@ -1,5 +1,7 @@
 """Flats whose pieces are gathered in the type of matrix products, while the parts that are stepped stay in fp32."""
 
+from __future__ import annotations
+
 import weakref
 
 import pytest

@@ -1,5 +1,7 @@
 """Tiles of a unit: rows come back in order, gradients likewise, and the same linears serve every tile."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from hypothesis import given

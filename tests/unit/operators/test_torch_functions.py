@@ -1,5 +1,7 @@
 """Arguments and results of functions of torch, with their tensors changed."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import pytest

@@ -1,5 +1,7 @@
 """Gradients of a flat are in its piece as soon as they are summed; what they were in before is free."""
 
+from __future__ import annotations
+
 import weakref
 
 import pytest

@@ -1,5 +1,7 @@
 """Actions, slots and schedules are plain data; their text is torch's."""
 
+from __future__ import annotations
+
 import csv
 from pathlib import Path
 
