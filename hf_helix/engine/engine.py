@@ -154,10 +154,13 @@ class Engine(Diagnostics):
         given = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(usual, name)}
         options = "".join(f", {name}={value}" for name, value in given.items())
         schedule = f"schedule {config.schedule}, " if config.pp_size > 1 else ""
+        model = f"{type(self.base).__name__} ({'derived' if self.family.needs_proof else 'declared'})"
+        where = f"on {size_text(Sizes.of(self.mesh.sizes))}{options}"
+        if not self._trains:  # such as the reference of DPO
+            return f"{model}, frozen, {where}: called without gradients"
         return (
-            f"{type(self.base).__name__} ({'derived' if self.family.needs_proof else 'declared'}) on "
-            f"{size_text(Sizes.of(self.mesh.sizes))}{options}; first plan "
-            f"{self.runner.plan.rule} (plan={config.plan}), {schedule}CUDA graphs {'on' if self.graphs else 'off'}"
+            f"{model} {where}; first plan {self.runner.plan.rule} (plan={config.plan}), {schedule}CUDA graphs "
+            f"{'on' if self.graphs else 'off'}"
         )
 
     def _choose_plan(self, layout: Layout) -> tuple[Plan, Scheduler]:
