@@ -49,7 +49,7 @@ def run_into_bad_gradients(folder: str) -> None:
 
 
 ROOM = {
-    "for the model": "hf_helix.checkpoint.files.write_slice",
+    "for the model": "hf_helix.checkpoint.files.write_box",
     "for states": "hf_helix.checkpoint.training_state.FileSystemWriter.write_data",
     "for generators": "hf_helix.integrations.trainer.checkpoints.generators",
     "on the disk": "hf_helix.checkpoint.files._sync",
