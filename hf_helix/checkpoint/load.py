@@ -219,8 +219,8 @@ def _materialized_parts(model: Any, stage: Stage, mesh: Mesh) -> dict[str, tuple
 
 def _copy_part(about: LocalParameter, full: Any, out: Tensor) -> None:
     """Copies this rank's part of a full tensor, or of any object that supports indexing."""
-    for offset, piece in about.pieces(out.detach()).items():
-        piece.copy_(full[tuple(slice(at, at + length) for at, length in zip(offset, piece.shape, strict=True)) or ...])
+    for piece, place in about.places(out.detach()):
+        piece.copy_(full[place or ...])
 
 
 # -- models on the meta device, and random weights --------------------------------------------------------------------

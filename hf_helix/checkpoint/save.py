@@ -4,8 +4,8 @@ In:   a cut model, its stage and its mesh; a folder.
 Out:  the files of the uncut model's `save_pretrained`: the same names, tensors and bytes.
 Must hold: no tensor is gathered except ZeRO shards of tensors that lie otherwise on disk, a few layers at a time.
 Offsets in files are known beforehand (`files`), so slices and shards go straight to their offsets, and of replicas one
-is written. Ranks without access to
-rank 0's folder send their slices to rank 0. A failure on any rank is raised on all ranks.
+is written. Ranks without access to rank 0's folder send their slices to rank 0. A failure on any rank is raised on all
+ranks.
 """
 
 import functools

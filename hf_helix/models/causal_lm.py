@@ -8,7 +8,6 @@ derived from the model.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import transformers
@@ -68,13 +67,13 @@ def is_stock(model: Any) -> bool:
     return type(model).__name__ in _language_models() and type(model).__module__.startswith("transformers.")
 
 
-def check_causal_lm_class(name: str, instead: str = "", also: Collection[str] = ()) -> None:
-    """Refuses a model class of Transformers that is no causal language model, and none of some others.
+def check_causal_lm_class(name: str, instead: str = "") -> None:
+    """Refuses a model class of Transformers that is no causal language model.
 
     Raises:
         ValueError: names the class to use, or the causal-LM class of the same configuration, if any.
     """
-    if name not in _language_models() and name not in also:
+    if name not in _language_models():
         advice = instead or _advice(getattr(transformers, name).config_class)
         raise ValueError(f"{name} is no causal language model: {advice}")
 

@@ -439,21 +439,12 @@ def _gather(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return gather_ids(args[0].local, kwargs.get("index", args[2] if len(args) > 2 else None), args[0].division)
 
 
-_LOSS_INPUTS = (
-    "input",
-    "target",
-    "weight",
-    "size_average",
-    "ignore_index",
-    "reduce",
-    "reduction",
-    "label_smoothing",
-)
+_LOSS_ARGS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 
 
 def _loss_of_ids(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Runs cross_entropy and nll_loss with token ids as targets."""
-    given: dict[str, Any] = {**dict(zip(_LOSS_INPUTS, args, strict=False)), **kwargs}
+    given: dict[str, Any] = {**dict(zip(_LOSS_ARGS, args, strict=False)), **kwargs}
     is_legacy = given.pop("size_average", None) is not None or given.pop("reduce", None) is not None
     given.pop("reduce", None)
     logits, target = given.pop("input"), given.pop("target")

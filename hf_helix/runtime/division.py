@@ -91,10 +91,8 @@ class Division:
     # -- elements of this rank, for any use of the parameter -------------------------------------------------------
 
     def _boxes(self, held: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-        """Yields views of this rank's elements, each with its position in the full tensor."""
-        pieces = {} if self.local is None else self.local.pieces(held.detach())
-        for offset, piece in pieces.items():
-            yield piece, tuple(slice(at, at + length) for at, length in zip(offset, piece.shape, strict=True))
+        """Returns views of this rank's elements, each with its position in the full tensor."""
+        return iter(()) if self.local is None else self.local.places(held.detach())
 
     def cut(self, full: Tensor, held: Tensor) -> Tensor:
         """Returns this rank's elements of a full tensor, in the shape of `held`."""

@@ -106,6 +106,11 @@ class LocalParameter:
             start += last - first
         return {offset: piece for offset, piece in pieces.items() if piece.numel()}
 
+    def places(self, local: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+        """Yields the views of `pieces`, each with its index in the full tensor."""
+        for offset, piece in self.pieces(local).items():
+            yield piece, tuple(slice(at, at + length) for at, length in zip(offset, piece.shape, strict=True))
+
 
 def boxes_of(elements: Tensor, start: int, shape: Sequence[int]) -> Iterator[tuple[Offset, Tensor]]:
     """Yields the boxes of consecutive elements of a flattened tensor, each with its offset.

@@ -105,7 +105,8 @@ class Subject:
                 "'LlamaForCausalLM', or a folder with a config.json"
             )
         if is_class(given):
-            check_causal_lm_class(str(given), also=classifier_classes())
+            if str(given) not in classifier_classes():
+                check_causal_lm_class(str(given))
             if as_is:
                 raise ValueError(
                     f"{given} is a class, which has no sizes of its own; leave as_is out, or give a config"
