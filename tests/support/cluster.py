@@ -94,7 +94,9 @@ class Cluster:
             ready = wait(pending, timeout=JOB_TIMEOUT)
             if not ready:
                 self.close()
-                raise JobFailed(f"{name} hangs on ranks {sorted(set(range(self.size)) - results.keys())}")
+                raised = [f"rank {rank}: {result.trace}" for rank, result in results.items() if isinstance(result, Failure)]
+                hanging = f"{name} hangs on ranks {sorted(set(range(self.size)) - results.keys())}"
+                raise JobFailed("\n".join([hanging, *raised]))
             for pipe in ready:
                 results[self._pipes.index(pipe)] = pipe.recv()  # type: ignore[arg-type, union-attr]
         return [results[rank] for rank in range(self.size)]

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, astuple, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
@@ -185,16 +185,17 @@ def save_profile(profile: Profile, path: str | Path) -> None:
     Path(path).write_text(profile_json(profile))
 
 
-FORMS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "str": (str, str),
-    "bool": (bool, bool),
-    "int": (int, int),
-    "float": (float, float),
-    "tuple[str, ...]": (" ".join, lambda text: tuple(text.split())),
-    "Kind": (lambda kind: kind.value, Kind),
-    "Kind | None": (lambda kind: kind and kind.value, lambda text: Kind(text) if text else None),
+FORMS: dict[Any, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    str: (str, str),
+    bool: (bool, bool),
+    int: (int, int),
+    float: (float, float),
+    tuple[str, ...]: (" ".join, lambda text: tuple(text.split())),
+    Kind: (lambda kind: kind.value, Kind),
+    Kind | None: (lambda kind: kind and kind.value, lambda text: Kind(text) if text else None),
 }
 """By the type of a field: the writer and the reader of its value."""
+TYPES = get_type_hints(Operator)
 
 
 def graph_data(graph: Graph) -> dict[str, Any]:
@@ -225,13 +226,13 @@ def _operator_data(operator: Operator) -> dict[str, Any]:
     for field in fields(Operator):
         value = getattr(operator, field.name)
         if field.default is MISSING or value != getattr(plain, field.name):
-            write, _ = FORMS[str(field.type)]
+            write, _ = FORMS[TYPES[field.name]]
             written[field.name] = write(value)
     return written
 
 
 def _operator_from(data: Mapping[str, Any]) -> Operator:
-    known = {field.name: FORMS[str(field.type)][1] for field in fields(Operator) if field.name in data}
+    known = {field.name: FORMS[TYPES[field.name]][1] for field in fields(Operator) if field.name in data}
     if unknown := data.keys() - known.keys():
         raise ValueError(f"operator {data.get('name')!r} has {', '.join(sorted(unknown))}, which this version lacks")
     return Operator(**{name: read(data[name]) for name, read in known.items()})
