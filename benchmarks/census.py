@@ -9,8 +9,6 @@ file, and the next run goes on from there.
 Then `make docs` writes the table of docs/models.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import re

@@ -3,8 +3,6 @@
 Every benchmark is started as `python -m benchmarks.NAME` from a checkout; README.md of this folder lists all of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -15,8 +15,6 @@ costs: what a window of size 2 takes longer than its computations would at the c
     python -m benchmarks.executor_overhead
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import statistics

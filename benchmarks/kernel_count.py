@@ -9,8 +9,6 @@ launch more than one kernel (a matrix product split along its inner dimension, a
     python -m benchmarks.kernel_count --model qwen3 --tp_size 1 --precision fp32
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

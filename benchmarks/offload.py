@@ -9,8 +9,6 @@ slower rank counts. With `--offload parameters`, copies up are those of every us
     python -m benchmarks.offload --layouts pp2 tp2 --links 2gbit 10gbit --offload parameters
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import statistics

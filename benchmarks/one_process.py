@@ -14,8 +14,6 @@ a faster trainer that learns something else would be worth nothing.
     python -m benchmarks.one_process --hidden_size 64 --json result.json
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import statistics

@@ -11,8 +11,6 @@ process and under the mixin on every rank, counted storage by storage; parameter
     python -m benchmarks.own_loss --memory 1 --tp_size 2
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

@@ -15,8 +15,6 @@ is that of activations and of the states of AdamW in fp32 on the fullest rank, b
         --microbatches 8
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools

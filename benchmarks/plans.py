@@ -26,8 +26,6 @@ With `--model qwen3_next`, the decoder of any study has as many recurrent layers
         --layers 3 --microbatches 8
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import copy

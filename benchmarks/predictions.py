@@ -13,8 +13,6 @@ Memory is that of activations, counted storage by storage. Nothing else should r
     python -m benchmarks.predictions --ranks 2 4 --markdown table.md
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import itertools

@@ -6,8 +6,6 @@ with all layers (`Fidelity.WHOLE`). Both ask the same clock. No device is needed
     python -m benchmarks.quick_predictions --model recipes/models/llama-8b --clusters h100x8 l40sx8
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Iterator

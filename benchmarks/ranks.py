@@ -8,8 +8,6 @@ Hosts are two network namespaces, joined by a veth pair whose speed `tc tbf` lim
 need root. A rank is the command once more, with `RANK` in its environment.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

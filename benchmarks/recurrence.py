@@ -8,8 +8,6 @@ communication, over the code of Transformers; medians.
     python -m benchmarks.recurrence --cp_size 4 --sequence 8192 --rounds 1
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

@@ -6,8 +6,6 @@ Must hold: everything is the stock's own, the model's forward, autograd's backwa
 over the micro-batches as Accelerate does it: DDP and FSDP2 sum them over the ranks once, in the last one's backward.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path

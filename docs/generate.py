@@ -8,8 +8,6 @@ Out:  the blocks between `<!-- generated: NAME -->` and `<!-- end -->` in the RE
 Must hold: it changes nothing outside the blocks; tests/test_docs.py compares the pages with what it would write.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import json

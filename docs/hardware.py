@@ -5,8 +5,6 @@ Out:  by command, the best layout, its tokens per second and gain over one stran
 Must hold: a row is what the command prints. tests/docs compares the file with new answers (slow).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -6,8 +6,6 @@ Out:  the navigation in the order of the index; pages `api.md`, with the docstri
 Must hold: a link to a file that does not exist is an error, as it is among the pages.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

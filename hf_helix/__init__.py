@@ -3,8 +3,6 @@
 Top-level names are loaded on first use, so that `import hf_helix` is quick and planning runs without torch.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -11,8 +11,6 @@ Out:  an ordinary Hugging Face checkpoint with its tokenizer; with `--use_peft`,
 Every field of TRL's DPOConfig and ModelConfig is a flag, too.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

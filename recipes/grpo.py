@@ -12,8 +12,6 @@ Out:  an ordinary Hugging Face checkpoint with its tokenizer.
 The cut model generates the completions. Every field of TRL's GRPOConfig and ModelConfig is a flag, too.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -14,8 +14,6 @@ Must hold: nothing is downloaded unless it is named. hf_helix is not needed to l
 Every field of TrainingArguments is a flag, too.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -15,8 +15,6 @@ Every field of TrainingArguments is a flag, too. With `--save_strategy steps` a 
 its last checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 import pydoc_data.topics
 import random

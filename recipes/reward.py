@@ -10,8 +10,6 @@ Out:  an ordinary Hugging Face checkpoint of a model for sequence classification
 Every field of TRL's RewardConfig and ModelConfig is a flag, too.
 """
 
-from __future__ import annotations
-
 import torch
 from dpo import DEFAULTS, make_tiny, read_preferences
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed

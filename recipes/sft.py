@@ -10,8 +10,6 @@ Out:  an ordinary Hugging Face checkpoint with its tokenizer and model card.
 Every field of TRL's SFTConfig is a flag, too.
 """
 
-from __future__ import annotations
-
 import pydoc_data.topics
 from dataclasses import dataclass, field
 from pathlib import Path

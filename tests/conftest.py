@@ -1,7 +1,5 @@
 """Clusters of real processes, shared by all tests of a session."""
 
-from __future__ import annotations
-
 import gc
 import math
 import os

@@ -1,7 +1,5 @@
 """Nothing imports upward, heavy packages and private names stay where they belong, planning runs without torch."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

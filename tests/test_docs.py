@@ -1,7 +1,5 @@
 """Pages are true where a test can tell: links, anchors, commands, extras, and what is generated from the code."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

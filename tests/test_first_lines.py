@@ -1,7 +1,5 @@
 """The first line of an error holds the reason: launchers and logs show no more of it."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What messages, docstrings and pages call `Class.name` exists: a user who is told to call it finds it."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

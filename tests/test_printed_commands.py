@@ -5,8 +5,6 @@ They are run in a copy of the repository, in the order of their page, since a la
 earlier one.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import io

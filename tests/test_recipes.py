@@ -1,7 +1,5 @@
 """Recipes: model configurations have the shapes they are named for, layouts fit them, and pages say what there is."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

@@ -1,7 +1,5 @@
 """The tables of other packages' private names: they fit what is installed, are complete, and a change is an error."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -9,8 +9,6 @@ Run it from the root of the repository, with any Python that has torch, transfor
 be installed. Nothing is downloaded. The exit status is 0 if every piece passed.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import os

@@ -5,8 +5,6 @@ the parts are put together, and each part's gradient is computed from the output
 of the same inputs, `Exact` computes the same over all keys at once. Then what each kernel costs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -4,8 +4,6 @@ In:   a kernel, and a device.
 Out:  notes: milliseconds and TFLOP/s of one call; milliseconds and memory of a ring of two ranks, forward and backward.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

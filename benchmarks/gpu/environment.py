@@ -1,7 +1,5 @@
 """What a run was made with: the machine, the versions, the commit."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import platform

@@ -5,8 +5,6 @@ are those of an engine without graphs, for every kind of layout that one process
 gradients added over windows, and of evaluations between; and the memory of a graph is given back.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 The host must issue the operators of a window faster than the device runs them, or plans have nothing to order.
 """
 
-from __future__ import annotations
-
 import cProfile
 import pstats
 import statistics

@@ -5,8 +5,6 @@ least three times as fast as that of Transformers where ranks hold a shard of th
 into an fp32 gradient faster than a product and a sum, and as exactly.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace

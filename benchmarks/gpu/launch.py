@@ -6,8 +6,6 @@ Must hold: a piece that crashes, hangs or leaves CUDA in an error takes no other
 alone; nothing that a piece started is left behind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -6,8 +6,6 @@ Out:  for each case a line of JSON in `found.jsonl` of the folder, written by ra
 Must hold: every case sees the same micro-batches in each step, whoever computes them.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import datetime

@@ -6,8 +6,6 @@ Must hold: each runs in a process of its own, because what reads freed memory ma
 ends by itself after `READY` has shown its mistake, too; one that does before, or hangs, has not.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

@@ -4,8 +4,6 @@ In:   a family, and changes to its configuration.
 Out:  a model in fp32 on the CPU, the same wherever it is made; micro-batches of random tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ Out:  transports and streams that take the place of those of an engine.
 Must hold: paces change no value; a sleep lies on the stream (on a CPU, in the thread) whose work it delays.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@ What is asked (the bars of the design):
     plans         bit for bit those of `sequential`, with deterministic kernels
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The pieces of the acceptance, in order of value."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

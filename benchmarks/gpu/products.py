@@ -1,7 +1,5 @@
 """Matrix products: adding to gradients in fp32, one product in place of several, and products beside a busy kernel."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import statistics

@@ -4,8 +4,6 @@ A trace of one step in steady state, operator by operator and from CUDA graphs; 
 the piece `trainer`. Asked for is the idle share of a step from graphs, since nothing else may hold the device up there.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -4,8 +4,6 @@ In:   a folder; the ranks of the launcher, if there is one.
 Out:  the logged losses in `losses.json` of the folder, and the model beside it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ within 60 s, with its name; HelixTrainer under torchrun has the losses of the st
 take turns on the GPU.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

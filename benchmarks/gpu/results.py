@@ -4,8 +4,6 @@ In:   the environment and the outcomes of pieces.
 Out:  `<date>-gpu.json` and `<date>-gpu.md` in a folder.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

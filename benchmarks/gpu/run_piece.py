@@ -4,8 +4,6 @@ In:   the name of a piece, and the file that its findings go to.
 Out:  its PASS and FAIL lines; exit status 1 if a check failed or the piece raised.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

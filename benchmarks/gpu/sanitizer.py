@@ -4,8 +4,6 @@ Run by itself, `python -m benchmarks.gpu.sanitizer`, this module is that window:
 then (`PYTORCH_NO_CUDA_MEMORY_CACHING`), so that what reaches over the end of a tensor is seen.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

@@ -4,8 +4,6 @@ One process plays rank 0; nothing is carried between ranks, so the seconds are t
 two layers of the real sizes. Asked for is that the doctor's figure of the memory is at most 10 % off.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

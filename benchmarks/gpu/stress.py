@@ -4,8 +4,6 @@ Each layout runs once without any delay, and then under several plans with other
 kernels, no other ranks. Streams with a mistake must show it (`mistakes.py`): a check that cannot fail proves nothing.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ Must hold: a time is the device's own. The host issues everything while the devi
 so short kernels are not measured by how fast the host can launch them. Times are medians.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import statistics

@@ -6,8 +6,6 @@ for all cases of the same sizes and training arguments. The first steps do not c
 choose kernels.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import statistics

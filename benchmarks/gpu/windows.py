@@ -6,8 +6,6 @@ Must hold: one process can play rank 0 of any layout. Where nothing is carried b
 on its inputs alone: it is the same on every device, under every plan and at every pace of the links.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Out:  text; a picture where the paper has one.
 Must hold: no device and no processes are needed.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

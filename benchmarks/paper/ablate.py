@@ -10,8 +10,6 @@ By prediction, what every rule loses with a freedom:
     python -m benchmarks.paper.ablate profile.json --without wgrad
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path

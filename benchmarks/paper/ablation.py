@@ -9,8 +9,6 @@ In the first step, communication between nodes takes no part in plans: what the 
 compute stream, so that nothing of it is hidden by the other strand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise

@@ -5,8 +5,6 @@ Out:  artifacts.
 Must hold: one list; a number that is not in it is refused with those that are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 
 from benchmarks.paper import inside, throughput

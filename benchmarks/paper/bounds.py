@@ -8,8 +8,6 @@ of each strand through a layer.
 A layer's time is the difference between two numbers of layers, so that the ends do not count.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -16,8 +16,6 @@ Speeds change smoothly with the rates, so these are found by Gauss-Newton steps.
 each contention goes up and down in turn, in steps that become smaller. The two are fitted in turn.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

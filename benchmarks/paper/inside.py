@@ -5,8 +5,6 @@ Out:  artifacts.
 Must hold: everything comes from the amounts and times that the speeds come from.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

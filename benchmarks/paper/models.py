@@ -6,8 +6,6 @@ Must hold: shapes are the paper's; where it says nothing, what Megatron-LM compu
 weights of embedding and head apart.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ Out:  a Markdown file; pictures in the folder `images` beside it.
 Must hold: the page says what it was made with, and when.
 """
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Iterable
 from importlib.metadata import version

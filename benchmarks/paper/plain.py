@@ -5,8 +5,6 @@ Out:  the layout, its speed, and its memory.
 Must hold: the model, the batch and the cluster are the row's; what does not fit is left out.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from benchmarks.paper.published import MEGATRON, MODELS, Row

@@ -6,8 +6,6 @@ Must hold: every number names where it stands. Bars of figures 11 to 13 are read
 a tenth of a TFLOP/s; nothing here was computed by this package.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 

@@ -13,8 +13,6 @@ the backward of the layer, beside that of the MLP. In the canonical order, which
     here    MLP | ring1.again beside block2 | ring2, ring2.again beside block1 | ring1 beside block0
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hf_helix.doctor.amounts.amounts import Amounts

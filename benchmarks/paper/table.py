@@ -5,8 +5,6 @@ Out:  `Artifact`: text for a terminal, Markdown, and a file with the picture whe
 Must hold: cells are texts; what a number means stands in the header.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -5,8 +5,6 @@ Out:  artifacts.
 Must hold: what was fitted and what was predicted is told apart, and every error is printed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -5,8 +5,6 @@ Out:  a YAML file, for estimates.
 Must hold: the text is parsed before the file is written, so that the file can be used.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path

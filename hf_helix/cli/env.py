@@ -5,8 +5,6 @@ Out:  a list in Markdown.
 Must hold: any package may be missing, torch included; no token, key or password is printed.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

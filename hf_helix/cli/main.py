@@ -5,8 +5,6 @@ Out:  JSON files for people and for `HelixConfig(profile=..., plan=...)`; text a
 Must hold: only `profile`, `check` and `cluster` need processes; all others work without torch, `env` apart.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

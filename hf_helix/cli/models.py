@@ -6,8 +6,6 @@ Must hold: `SUPPORTED` names every declared class and exactly the layouts whose 
 model or the stock Trainer; docs/support.md is generated from the list. Findings of the census are printed unchanged.
 """
 
-from __future__ import annotations
-
 import difflib
 import textwrap
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Out:  a table of every rule's predicted time; a plan, as JSON: the fastest, or t
 Must hold: the file is enough, without torch; saving a slower plan than the fastest is said.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -5,8 +5,6 @@ Out:  a profile, as JSON; a Perfetto trace if asked for.
 Must hold: the processes of the mesh are started here, unless a launcher did.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ Out:  text, a page, or a picture.
 Must hold: files are enough, without torch; memory alone needs the model.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Sequence

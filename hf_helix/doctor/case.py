@@ -5,8 +5,6 @@ Out:  a `Case`, with what follows from it alone: ranks of stages, and over which
 Must hold: nothing here imports torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from hf_helix.config import AUTO, EVERY_MICROBATCH, PARAMETERS

@@ -6,8 +6,6 @@ Must hold: a kernel takes the longer of the times of its operations and its byte
 time and share its bandwidth.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping

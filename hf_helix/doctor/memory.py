@@ -5,8 +5,6 @@ Out:  `Memory`.
 Must hold: trained weights, gradients and states are in fp32, frozen weights in the type of the loaded model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 

@@ -6,8 +6,6 @@ Must hold: the memory of a window is that of the doctor's table, instruction by 
 looked at is drawn with fewer micro-batches, and its title says so.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

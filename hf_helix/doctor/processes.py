@@ -6,8 +6,6 @@ Must hold: only items and results are pickled; the function may hold anything, s
 must not use torch's threads: a forked process has none.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence

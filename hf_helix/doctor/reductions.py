@@ -6,8 +6,6 @@ Must hold: buckets and order are as in training; `hf_helix.planning` places redu
 operators on one link each get half of its bandwidth.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

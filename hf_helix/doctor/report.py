@@ -5,8 +5,6 @@ Out:  lines for a terminal.
 Must hold: the text names parts of a step without a figure; every dropped layout has its reason.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from textwrap import fill
 

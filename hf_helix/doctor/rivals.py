@@ -33,8 +33,6 @@ device, its time counts. Left out, in favour of the rivals: hooks on the host, c
 collectives, contention between links and copies to the host, and the size of the host's memory.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

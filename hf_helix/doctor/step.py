@@ -6,8 +6,6 @@ Must hold: data-parallel replicas are equal, so one pipeline is simulated for al
 the window, with all layers or with few (`hf_helix.doctor.window`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 

@@ -10,8 +10,6 @@ and with one period of layers more, and the difference is extrapolated to all la
 pipeline, whose difference is extrapolated to all micro-batches.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -7,8 +7,6 @@ as many nodes, the same type of matrix products, sequences and steps about as lo
 run never simulates.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ Must hold: a model that cannot be cut is refused before any of its weights chang
 runners here, so that measurements are of the trained model.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -10,8 +10,6 @@ Here are refusals of a model, its weights or a batch, under the Trainer and in a
 family's `check` for its sizes.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ Must hold: measuring leaves training as it was; nothing slows a window of traini
 logs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator, Sequence

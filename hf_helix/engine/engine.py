@@ -7,8 +7,6 @@ Must hold: all ranks agree before anything is cut or communicated by a plan; no 
 window is trained; nothing here depends on the caller.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ Out:  the batch in several micro-batches that run concurrently; the logits of al
 Must hold: every rank of a group that shares the batch gets the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

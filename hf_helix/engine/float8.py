@@ -6,8 +6,6 @@ Must hold: the head, routers, the products of experts, weights in 4 bits and lin
 the run.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 

@@ -6,8 +6,6 @@ Must hold: training, evaluation and measuring make their micro-batches here; the
 the window, and waits for nothing within the window.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ Must hold: param groups, their options and their order stay, and so do initial s
 sharded as their parameters are. After the context of full weights every sharded value is as before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -5,8 +5,6 @@ Out:  a mode for every layer, see `hf_helix.planning.graph.recompute`.
 Must hold: no request is dropped: contradictions and options that are not built are refused by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -8,8 +8,6 @@ pass runs overlapped with the next call's forward pass, or in `finish`, which co
 leave nothing behind. Code above the decoder is the caller's and runs unchanged on every rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence

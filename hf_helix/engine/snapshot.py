@@ -5,8 +5,6 @@ Out:  nothing, or an error that names a change unknown to the operators.
 Must hold: submodules called by operators may change at any time; a comparison takes a fraction of a millisecond.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from typing import Any
 

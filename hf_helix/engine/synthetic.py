@@ -5,8 +5,6 @@ Out:  a runner whose weights are cut, and windows of micro-batches.
 Must hold: the same units, cuts and side inputs as in training; the same weights and tokens on every rank of a group.
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 from os import PathLike

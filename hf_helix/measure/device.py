@@ -8,8 +8,6 @@ backward, element-wise kernels. Their operands are not in the nearest cache, and
 alive for a while.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@ computation the mean over ranks counts. Works are timed alone and together in tu
 speed of a shared machine varies from second to second.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

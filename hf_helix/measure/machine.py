@@ -5,8 +5,6 @@ Out:  names and values as text, those of rank 0 on every rank.
 Must hold: a change of times changes a value, so that times of a machine are not used on another machine.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 from pathlib import Path

@@ -5,8 +5,6 @@ Out:  bytes of activations and buffers, without parameters, gradients and the ba
 Must hold: counted, not estimated: by CUDA's own allocator, on a CPU by a tally of every storage that an operator makes.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -10,8 +10,6 @@ arrive. Ranks cross the boundaries of the pipeline in the same order, so that bo
 Gradients are left as between two optimizer steps.
 """
 
-from __future__ import annotations
-
 import functools
 import statistics
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ before and afterwards. Times include the time that computation loses to concurre
 docs/data_parallelism.md, with padding.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import statistics

@@ -5,8 +5,6 @@ Out:  a bar until all is done, or a line when a stage begins, and then every 15 
 Must hold: control characters go to terminals only, so that log files stay readable. Imports no torch.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time

@@ -6,8 +6,6 @@ Must hold: a GPU is held until the host has issued the timed work, so that times
 kernel launches. A single collective can look faster than its link, so several collectives run in a row.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 

@@ -7,8 +7,6 @@ Must hold: layers with equal texts have equal traces. The text of a model is equ
 be kept by the text, unless code closes over objects without a text.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ Must hold: a model without a next-token head, or with a loss other than next-tok
 derived from the model.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import transformers

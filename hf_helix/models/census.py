@@ -6,8 +6,6 @@ Must hold: a finding holds for a small model with the defaults of the class, on 
 named in the file; with other versions, nothing is proven.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

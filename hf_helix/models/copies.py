@@ -6,8 +6,6 @@ Out:  a copy whose functions refer to the copy.
 Must hold: the given module does not change. `copy.deepcopy` alone would leave the functions with the given module.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from types import CellType, FunctionType

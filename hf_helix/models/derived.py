@@ -8,8 +8,6 @@ refused with the reason. Layers with equal code, options and arguments share a t
     arguments of layers -> trace -> placements -> segment plan -> operators
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

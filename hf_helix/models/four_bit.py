@@ -6,8 +6,6 @@ Must hold: until it is cut, an opened model computes the same bits. bitsandbytes
 exists only after an import of bitsandbytes.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn

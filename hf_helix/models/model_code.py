@@ -7,8 +7,6 @@ operator: the `forward` must be the declared or the traced function. Of linears 
 and the model itself computes the loss: these forwards must be the code of Transformers or PEFT.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

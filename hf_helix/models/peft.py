@@ -7,8 +7,6 @@ Must hold: PEFT's names stay. Active adapters are looked up at every run. peft i
 only after an import of peft.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ Out:  the family of a model.
 Must hold: a family is found by the name of the model's class, stated in the family's file (`model_class`).
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -6,8 +6,6 @@ Must hold: all distinctions of the class stay: every kind of layer, grouped head
 groups of experts, biases. Every size shared by ranks divides by two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

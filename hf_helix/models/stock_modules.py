@@ -6,8 +6,6 @@ Must hold: a kernel replaces only modules known to compute the same, not patched
 module's output type. For a rope see `hf_helix.operators.attention.rope`.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -10,8 +10,6 @@ of its own tokens, and zeros elsewhere, so gradients of a tower are sums over th
 not trained keeps nothing for backward, since nothing before its features has a gradient.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

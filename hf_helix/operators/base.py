@@ -14,8 +14,6 @@ Activations have the layout [sequence, batch, hidden]; a rank holds its slice of
 "shard".
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext

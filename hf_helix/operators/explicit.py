@@ -7,8 +7,6 @@ Must hold: results are rounded as by autograd, except where a docstring says so.
 segment leaves the function to autograd.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any

@@ -7,8 +7,6 @@ and a part of a matrix is rounded as in the full matrix, but for values below 1e
 product is computed in fp32 from the values in fp8: equal to a GPU's but for the order of the sum.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@ weights (optimizers, `load_state_dict`, merged adapters, callbacks), and not eve
 `Tensor._version`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any

@@ -5,8 +5,6 @@ Out:  the slices that a rank holds, their shape, and their places in the full pa
 Must hold: the slices of all ranks together are the parameter, each element once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

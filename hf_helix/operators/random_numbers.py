@@ -6,8 +6,6 @@ Must hold: equal seeds give equal numbers, and the generators of the run draw no
 CUDA graph has a source of its own, whose generators get new seeds before every replay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar

@@ -5,8 +5,6 @@ Out:  an operator with inputs detached from earlier operators, so that its backw
 Must hold: the gradients equal the gradients of the whole model's backward, bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ Out:  the matrix: a view where the parts really lie so, otherwise nothing, or a 
 Must hold: a view has the values of exactly these parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

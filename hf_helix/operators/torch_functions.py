@@ -5,8 +5,6 @@ Out:  what it does, as the tags of torch's own operators say.
 Must hold: a function that is not known to be element-wise is not said to be.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,6 @@ Must hold: no rank ever holds the logits of the full vocabulary, and of its own 
 The loss is Transformers' ForCausalLMLoss, or its LabelSmoother, computed in fp32.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from functools import partial

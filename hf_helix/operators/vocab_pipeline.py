@@ -13,8 +13,6 @@ The value `s` has the statistics of the slices so far. Backward, every slice add
 gradients of the statistics of earlier slices on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

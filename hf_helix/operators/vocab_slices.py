@@ -7,8 +7,6 @@ tensor that is equal on all ranks and used with slices is. Results are summed in
 the backend.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

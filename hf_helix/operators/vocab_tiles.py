@@ -11,8 +11,6 @@ forward, it cannot make the gradient of the weights, which depends on the expone
 in evaluation, has whole logits, which predictions read.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

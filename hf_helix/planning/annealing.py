@@ -5,8 +5,6 @@ Out:  the best state of the walk.
 Must hold: every random number comes from the given generator, so equal inputs give equal results.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -4,8 +4,6 @@ A function with millions of new lists of numbers is a fifth to a quarter faster 
 any cycles, so reference counts free them.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 from collections.abc import Callable

@@ -5,8 +5,6 @@ Out:  text of short lines.
 Must hold: the JSON holds the same data.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

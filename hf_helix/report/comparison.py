@@ -5,8 +5,6 @@ Out:  text, and the files of its picture, plan and profile.
 Must hold: a measurement on an emulated link says so; a prediction says so; a loss is printed as a loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

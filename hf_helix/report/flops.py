@@ -6,8 +6,6 @@ Must hold: only work that the model asks for counts (no recomputation). `full` c
 attended to every other, as Megatron and the paper do; `causal` counts what causal attention needs, half of it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -5,8 +5,6 @@ Out:  the overlap efficiency of pairs of operators (the paper's figure 4), and t
 Must hold: cells without a measurement stay empty; cells of too short operators are marked; nothing is clipped silently.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

@@ -6,8 +6,6 @@ Must hold: every figure comes from windows since the last log; unknown figures, 
 left out, never guessed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Out:  for every kind of unit the operators of its forward pass in order, and its
 Must hold: training runs these operators; the backward pass is derived from them, and a plan orders both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ Must hold: bokeh and numpy are imported inside functions only; everything is to 
 operator, its times, and the operators that run beside it.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

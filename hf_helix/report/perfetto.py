@@ -6,8 +6,6 @@ Must hold: no operator is lost, and only its unit leaves its name, for the argum
 the time of every rank starts at its first operator; the order of ranks in time is unknown.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path

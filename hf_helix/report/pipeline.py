@@ -5,8 +5,6 @@ Out:  a row for every rank, to scale, with bubbles, fused slots and peak memory;
 Must hold: idle time stays visible.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from itertools import groupby

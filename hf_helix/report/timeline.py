@@ -6,8 +6,6 @@ Out:  `Bar`s: an operator with its rank, stream, strand and micro-batch, its sta
 Must hold: everything is to scale; idle time stays visible; bars need no torch.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Sequence

@@ -14,8 +14,6 @@ graph, so they follow the optimizer. Every draw of random numbers has a generato
 a replay. All graphs share one pool of memory, and the gradients of all lie at the addresses of the first graph.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -12,8 +12,6 @@ is checked.
 which return views: by the tags of its operators, and by a trial on the meta device.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import weakref

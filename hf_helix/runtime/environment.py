@@ -7,8 +7,6 @@ Must hold: the user's settings stay; nothing is imported, so that `import hf_hel
 `TrainingArguments` and `Accelerator` start CUDA before any call of ours, so the variables are set on import.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -17,8 +17,6 @@ rank waits until another rank has received a tensor; a sent tensor stays alive u
 `hf_helix.runtime.streams` says which operator runs on which stream.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@ rank order, so the rows of tile t of a gathered value are the t-th part of every
 than tiles leaves the last tiles empty; empty tiles are not communicated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -7,8 +7,6 @@ Must hold: the pieces of all ranks fill the full parameter; replicas have the sa
 which a micro-batch first reads them, the same on all ranks of a pipeline.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod

@@ -5,8 +5,6 @@ Out:  live values, pending communication, and the operators' state for backward.
 Must hold: nothing of a micro-batch exists before its first operator or after its last.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ Out:  a line on standard output, after `hf_helix:`.
 Must hold: only rank 0 prints; a progress bar stays whole; `log_level="error"` silences notices, as in Transformers.
 """
 
-from __future__ import annotations
-
 import logging
 
 from tqdm.auto import tqdm

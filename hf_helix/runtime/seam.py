@@ -8,8 +8,6 @@ Must hold: a backward pass runs overlapped with the forward pass of the next cal
 rank of a batch makes the same calls and gives gradients in the same order.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

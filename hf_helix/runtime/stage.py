@@ -6,8 +6,6 @@ Out:  the rank's units, by their index in a layout that all ranks share.
 Must hold: one copy of the parameters serves both strands; every rank describes the same layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain

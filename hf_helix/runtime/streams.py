@@ -25,8 +25,6 @@ keeps the memory of its transfer alive until the compute stream has waited for t
 use.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -5,8 +5,6 @@ Out:  `events`, the order of actions of the issuing thread; `spans`, start and e
 Must hold: without a trace nothing is recorded, at no cost.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 

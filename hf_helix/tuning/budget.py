@@ -6,8 +6,6 @@ Must hold: a run of a few steps is never tuned, unless the share is 1. Estimates
 seconds of a window; a factor of two, as they have, keeps tuning in proportion.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

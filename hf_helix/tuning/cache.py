@@ -10,8 +10,6 @@ There is a folder for each key under `$HELIX_CACHE` (by default `hf_helix` in Hu
 first two.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import itertools

@@ -7,8 +7,6 @@ Must hold: rank 0 makes plans, and every rank has the same plans; if rank 0 cann
 Measuring leaves training as it was.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -15,8 +15,6 @@ The integrations call `Engine.tune`, and so `Tuner.update`, before every step:
     tune:                         time operators -> make plans -> predict -> time the most promising -> the fastest
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import statistics

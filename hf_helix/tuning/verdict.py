@@ -6,8 +6,6 @@ Must hold: nothing here measures; where overlap gains nothing, the sentence says
 hidden are always printed together, beside the bound; a loss is printed as a loss.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ Out:  `CASES`, by name. Those with one model and one batch are a class: they sha
 Must hold: every model class of the package stands here with every layout that `hf-helix models` names.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -5,8 +5,6 @@ Out:  losses, whole gradients, and in which gradients the bits of the orders dif
 Must hold: the cases of a class share one run of the unsplit model; cases that follow each other share what they can.
 """
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence

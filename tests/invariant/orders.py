@@ -5,8 +5,6 @@ Out:  a plan: a random order of every block, or random times and priorities for 
 Must hold: the same plan for the same seed, on every rank.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Mapping

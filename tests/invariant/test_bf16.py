@@ -1,7 +1,5 @@
 """Training in bf16: no further from the exact gradient than the stock model in bf16 is, twice over."""
 
-from __future__ import annotations
-
 import functools
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The census finds what is equal, what is refused and what fails; a sample of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.census import take

@@ -1,7 +1,5 @@
 """Dropout depends on the seed alone: no order of operators changes what is drawn, and evaluation draws nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

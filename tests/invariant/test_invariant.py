@@ -1,7 +1,5 @@
 """Every case of the table equals its unsplit model, and one random valid order gives the bits of `sequential`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A loss in tiles of tokens and words is the loss of the unsplit model, and so are its gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

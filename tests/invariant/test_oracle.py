@@ -1,7 +1,5 @@
 """Our runner does what the runtime of torch.distributed.pipelining does with the same action table."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The plans that users name: one graph gives the same bits under all of them, tiles change nothing but rounding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

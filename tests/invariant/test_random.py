@@ -1,7 +1,5 @@
 """Random small models in random layouts, with random batches and orders, equal their unsplit models; none hangs."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

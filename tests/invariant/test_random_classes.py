@@ -1,7 +1,5 @@
 """Classes and layouts drawn at random from all that the census has proven: each is equal again, on other sizes too."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

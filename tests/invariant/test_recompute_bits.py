@@ -1,7 +1,5 @@
 """Recompute changes no bit of losses and gradients under the same plan, in any layout, and takes less memory."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

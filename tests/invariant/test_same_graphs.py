@@ -1,7 +1,5 @@
 """What is derived from the classes that are declared is what is declared for them: operators, cuts and bits."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

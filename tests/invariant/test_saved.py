@@ -1,7 +1,5 @@
 """What a layout saves is the checkpoint that Transformers saves, whatever the other ranks started from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

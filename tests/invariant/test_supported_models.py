@@ -1,7 +1,5 @@
 """`hf-helix models` tells what the registry holds and what the tests compare, no more and no less."""
 
-from __future__ import annotations
-
 from invariant.classes import layouts_by_class
 from support.models import own_models
 

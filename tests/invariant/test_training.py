@@ -1,7 +1,5 @@
 """HelixTrainer on several processes does what the stock Trainer does: losses, norms, evaluation, weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

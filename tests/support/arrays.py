@@ -1,7 +1,5 @@
 """Windows from instructions: an oracle for `Window`, which repeats the instructions of one micro-batch as numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from hf_helix.planning.graph.operator import Kind, Operator, Part

@@ -6,8 +6,6 @@ Out:  the same streams, patched.
 Must hold: transfers of a pipeline keep their pace, since a send waits for the receive of another rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """What a model card says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ its own file. Ranks are forked from one process that has imported everything, wh
 process runs no job and has no process group.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import multiprocessing
@@ -94,7 +92,9 @@ class Cluster:
             ready = wait(pending, timeout=JOB_TIMEOUT)
             if not ready:
                 self.close()
-                raised = [f"rank {rank}: {result.trace}" for rank, result in results.items() if isinstance(result, Failure)]
+                raised = [
+                    f"rank {rank}: {result.trace}" for rank, result in results.items() if isinstance(result, Failure)
+                ]
                 hanging = f"{name} hangs on ranks {sorted(set(range(self.size)) - results.keys())}"
                 raise JobFailed("\n".join([hanging, *raised]))
             for pipe in ready:

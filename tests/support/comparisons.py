@@ -1,7 +1,5 @@
 """Comparisons of two trainings, and of two folders of weights."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Tiny models whose families are derived. Named "support.derived_models:function" for `tiny`."""
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What torch runs below autograd, seen from outside."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

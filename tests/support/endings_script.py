@@ -1,7 +1,5 @@
 """Ranks that say which options they found, and then communicate until something ends them; see test_endings.py."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Modules of fused experts of Transformers, tiny and by themselves, and units that have nothing else."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 With switches to break it. Started by test_faults.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import functools

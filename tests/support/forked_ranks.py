@@ -8,8 +8,6 @@ A rank of a launch imports torch and transformers first, which takes longer than
 a launcher shows is in tests that really launch.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import runpy

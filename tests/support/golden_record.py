@@ -13,8 +13,6 @@ Out:  a JSON file: for a row the digests of operator graphs, plans, programs of 
 Must hold: digests are made of plain values (names, numbers), so that a renamed class or a moved module changes none.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

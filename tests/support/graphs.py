@@ -1,7 +1,5 @@
 """Graphs, layouts and profiles by hand, without a model, and strategies for random ones."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

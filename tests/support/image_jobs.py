@@ -1,7 +1,5 @@
 """Tiny models of images and text, rows with images, and the Trainer on both; "support.image_jobs:follow" is a job."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

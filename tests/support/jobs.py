@@ -1,7 +1,5 @@
 """What the processes of a `Cluster` run. Every function returns plain data."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Scripts started as users start them: by a launcher, or rank by rank, as on several hosts."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """A loop around Accelerate: with `HelixPlugin.prepare`, and the stock one around the unsplit model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

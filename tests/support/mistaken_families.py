@@ -1,7 +1,5 @@
 """Families with a mistake, registered when this is imported under a name that no other test uses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import LlamaForCausalLM

@@ -1,7 +1,5 @@
 """A training script as a user would write it, with one mistake in it. Started by test_endings.py."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small real models and data, the same wherever they are made."""
 
-from __future__ import annotations
-
 import pkgutil
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What cells of a notebook would do. Started by test_endings.py."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

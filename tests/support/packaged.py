@@ -7,8 +7,6 @@ Out:  an exit status.
 Must hold: hf_helix comes from the wheel.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

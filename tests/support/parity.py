@@ -1,7 +1,5 @@
 """Windows of the unsplit model, and of several ranks beside them; `invariant.harness` runs those."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Where the repository is, for tests that read its pages or run its scripts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]

@@ -1,7 +1,5 @@
 """Windows through a pipeline, and the same through the unsplit model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

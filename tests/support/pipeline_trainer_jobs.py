@@ -1,7 +1,5 @@
 """The Trainer over a pipeline and over data-parallel ranks, for a `Cluster`."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Iterator

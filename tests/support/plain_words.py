@@ -7,8 +7,6 @@ A pronoun in place of a noun makes a reader look back. In docstrings of torchtit
 `LIMIT`.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

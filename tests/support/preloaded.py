@@ -1,7 +1,5 @@
 """What ranks of a `Cluster` need again and again, imported before they are forked: each would take seconds for it."""
 
-from __future__ import annotations
-
 import invariant.harness  # with pytest and hypothesis, which test files with jobs import
 import networkx  # of torch.export, as what follows
 import support.tuning_jobs

@@ -1,7 +1,5 @@
 """A profile of a tiny Llama by hand, as `hf-helix profile` writes it, and ways to break its file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@
 meet those of the other ranks. Nothing that traces runs in a thread: units are made before.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

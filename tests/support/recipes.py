@@ -1,7 +1,5 @@
 """The recipes of the repository: where their files are, and what their page says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from support.paths import ROOT

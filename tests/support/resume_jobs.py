@@ -1,7 +1,5 @@
 """Saving and going on, for a `Cluster` and for one process. Named "support.resume_jobs:function" there."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

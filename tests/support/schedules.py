@@ -1,7 +1,5 @@
 """Oracles for schedules, apart from the validator and the simulator."""
 
-from __future__ import annotations
-
 from graphlib import TopologicalSorter
 from itertools import pairwise
 

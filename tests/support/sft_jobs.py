@@ -1,7 +1,5 @@
 """TRL's SFTTrainer, with and without the mixin, on prompts with completions of a tiny tokenizer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Clusters, cases and small models for what is simulated: on the meta device, in this process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small modules as decoder layers have them, with code like that of Transformers: [batch, tokens, WIDTH] in and out."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

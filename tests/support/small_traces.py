@@ -1,7 +1,5 @@
 """Small modules, derived as a decoder layer is: their trace, placements and unit, and their gradients on two ranks."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Mapping, Sequence

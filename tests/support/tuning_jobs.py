@@ -1,7 +1,5 @@
 """Measuring, tuning and scoring, for a `Cluster`. Named "support.tuning_jobs:function" there."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Units by hand: without operators, and run without a plan."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any

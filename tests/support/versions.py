@@ -1,7 +1,5 @@
 """The installed versions: cases that an older one lacks are skipped there, and say why; a run can be recorded."""
 
-from __future__ import annotations
-
 import json
 import platform
 import time

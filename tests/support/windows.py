@@ -1,7 +1,5 @@
 """A window small enough to check by hand, and what a figure of it shows."""
 
-from __future__ import annotations
-
 from support.arrays import arrays_of, window_instructions
 
 from hf_helix.planning.graph.backward import GraphPair

@@ -5,8 +5,6 @@ Out:  windows that were run on `CudaStreams` over a `FakeCuda`.
 Must hold: everything but streams, events and what other ranks would send is what a GPU runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -6,8 +6,6 @@ Must hold: the operators are the operators of training, so all changes by a mode
 counted.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -9,8 +9,6 @@ Outputs of a unit are inputs of the next unit, whose operators alone decide thei
 noted with the receiving unit.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass

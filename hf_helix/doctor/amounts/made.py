@@ -7,8 +7,6 @@ views or writes to arguments runs each time, unless torch cannot run it. The lay
 without the cache, calls of torch take half of the time of counting.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Out:  a `Mesh` on the meta device without process groups; the log of its transfe
 Must hold: graphs over a simulated and a real mesh are equal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -11,8 +11,6 @@ looked at, and nothing of the proof stays in memory.
     small model + patches of the run's model       -> prove: cut and unsplit are equal?  -> keep the verdict
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -5,8 +5,6 @@ Out:  14 forward operators a layer with tensor parallelism, 10 without; more whe
 Must hold: dropout is drawn for this rank's part of the sequence, or for its heads, so no two ranks draw the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ Out:  14 forward operators a layer with tensor parallelism, 10 without (paper, s
 Must hold: layers of one model have equal graphs, whatever their windows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ load-balancing loss is that of the whole micro-batch: its two sums over tokens a
 and the head adds the loss (`models.graph.balance`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ Must hold: equal to the attention module's own `forward`, for every attention im
 tokens covers a token and the n - 1 tokens before, padding counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any

@@ -6,8 +6,6 @@ Out:  the value `balance` [1, 2, experts], the two sums of the layers so far, pa
 Must hold: equal to `load_balancing_loss_func` of Transformers over the full micro-batch, over tp and cp, too.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ In:   nothing; these are plain data.
 Out:  `ParallelContext`, `LossTweaks`, and rough times of operators for plans made without a profile.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -7,8 +7,6 @@ Must hold: with one rank nothing communicates; with a capacity nothing depends o
 computation, patched code included, is refused. The module is never touched.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Mapping

@@ -7,8 +7,6 @@ Must hold: a value is gathered or scattered once, before its first reader. Every
 over the values that Transformers records as `router_logits`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -13,8 +13,6 @@ divide, which stands behind all others. So the result is that of the unsplit mod
     result   [tokens of a rank, batch, heads] <- exchange <- [tokens of all ranks, batch, heads of a rank] <-
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ Must hold: sizes of batch and sequence come from the tensor arguments; lengths o
 to the dtype of the trace becomes a cast to the dtype of the first value.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

@@ -10,8 +10,6 @@ other sum.
                            segment of attention
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

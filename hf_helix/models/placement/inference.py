@@ -9,8 +9,6 @@ decision, so inference ends:
     until a round ends: place every node in order; a rule without a placement adds a decision and restarts
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -7,8 +7,6 @@ Must hold: a mixer runs on the full sequence, over this rank's share of heads or
 is gathered. A mixer without a share runs in full on every rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch.fx import Node

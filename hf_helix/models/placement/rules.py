@@ -8,8 +8,6 @@ or an entry that is repeated for the rank's share only. A decision is never take
 inference ends.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence

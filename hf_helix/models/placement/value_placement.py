@@ -8,8 +8,6 @@
 Must hold: the gradient of a FULL value without a share is a partial sum; the gradient of a partial sum is full.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ Must hold: the model's own code decides. The code runs over embeddings of one fe
 cost on a device is negligible. Masks are placeholders (`MaskOf`), since making masks would wait for the device.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

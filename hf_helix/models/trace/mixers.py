@@ -6,8 +6,6 @@ Must hold: what runs is the function that stands in the model's file when the op
 causal-conv1d and the Hub, or the code of Transformers. Values of a mixer have tokens first, [batch, sequence, ...].
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import math

@@ -7,8 +7,6 @@ Must hold: the model itself is never touched. A module becomes opaque only if it
 is known; all other code is traced through.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import sys

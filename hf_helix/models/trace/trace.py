@@ -13,8 +13,6 @@ rewrite is exact:
     new_empty, filled by copies into its slices -> cat
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence

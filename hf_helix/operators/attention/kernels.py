@@ -20,8 +20,6 @@ The backward passes of Flash and Efficient add with atomics unless `torch.use_de
 Cudnn's may always, so it does not serve then.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any

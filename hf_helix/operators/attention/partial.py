@@ -6,8 +6,6 @@ Must hold: backward takes the output and the lse over all keys of a query, so th
 the full gradient. A query that may see nothing gets zeros, and an lse of minus infinity, unless the kernel averages.
 """
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ step concurrently with the next block: 2(c-1) steps against the 2c-1 of rings th
 section 3.1).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import product
 from typing import Any

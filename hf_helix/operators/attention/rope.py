@@ -7,8 +7,6 @@ Must hold: the bits of `apply_rotary_pos_emb` of Transformers, forward and backw
 and keys are adjacent in memory.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ the same bits. On a P2P link both ends send and receive in the schedule's order;
 Shapes follow from the micro-batch, which every rank of a pipeline has, so they may differ between micro-batches.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

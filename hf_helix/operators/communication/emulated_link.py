@@ -13,8 +13,6 @@ a pipeline, from its arrival on.
 For runs on CPU, whose transfers run in threads of their own (`hf_helix.runtime.streams`); nothing here knows CUDA.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence

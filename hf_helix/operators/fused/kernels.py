@@ -9,8 +9,6 @@ Liger's kernels compute the same. They are not used: theirs write gradients over
 such as the outputs of a joint product, and have one type for a norm's residual stream and its result.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ Must hold: nothing is allocated for a gradient that is there already, where the 
 add products of half precision to a float32 total.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

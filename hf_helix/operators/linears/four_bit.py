@@ -5,8 +5,6 @@ Out:  the matrix of the linear, made for one product and then let go.
 Must hold: a rank's rows, or its blocks of every row, give the same elements as in the full weight.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,8 +6,6 @@ Must hold: what W finds of an expert's weight and bias is added up over its rows
 many rows there are only where each expert's product is a kernel of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

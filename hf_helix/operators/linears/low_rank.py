@@ -6,8 +6,6 @@ Must hold: as for `Linear`, W reads only the inputs of forward and the output gr
 every use, from the call's seed, so none is kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -23,8 +23,6 @@ With a capacity, `PermuteToCapacity` and `UnpermuteFromCapacity` replace `Permut
 many rows from every rank, [experts, capacity, hidden], empty rows zero.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

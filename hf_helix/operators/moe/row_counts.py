@@ -5,8 +5,6 @@ Out:  Python numbers, the same for every operator of a layer that allocates by t
 Must hold: the host waits once for a layer and a micro-batch, only for the copy of its counts: later kernels go on.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -18,8 +18,6 @@ the master copy (fp32 masters of bfloat16 weights), the parameters stay placehol
 from the buffer (`hf_helix.operators.matmul_dtype.CastWeights`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod

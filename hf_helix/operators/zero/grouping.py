@@ -6,8 +6,6 @@ Must hold: the parameters of a flat parameter have the same reading units, type,
 or others), and are all trained, or none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import TypeVar

@@ -8,8 +8,6 @@ Must hold: everything that crosses between host and device is pinned where the d
 computation. A shard is cast on the host, before it crosses: 2 bytes an element instead of 4.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any

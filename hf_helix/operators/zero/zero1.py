@@ -9,8 +9,6 @@ A buffer in the type of the parameters contains this rank's shard, and the param
 window. A buffer in the type of matrix products contains a cast of the shard.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 

@@ -10,8 +10,6 @@ alive: of a saved view of a buffer, autograd keeps only shape, strides and offse
 of backward. Casts of weights to the type of matrix products live as long as the buffer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ Must hold: a value is written once; every operator comes after the writers of it
 several readers is summed in one fixed order, so that results do not depend on the plan.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass

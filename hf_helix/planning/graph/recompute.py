@@ -6,8 +6,6 @@ Must hold: operators whose outputs no backward operator reads are not recomputed
 the residual). Indices and counts are kept: both are small, and the recomputation must route rows as before.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hf_helix.config import OFFLOAD, RECOMPUTE

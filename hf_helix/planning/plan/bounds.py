@@ -4,8 +4,6 @@ In:   a profile and a schedule, or a window as arrays.
 Out:  seconds.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 

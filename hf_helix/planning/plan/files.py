@@ -6,8 +6,6 @@ Must hold: a damaged file, or a file of another version or for another model, is
 reading a plan gives an equal plan.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

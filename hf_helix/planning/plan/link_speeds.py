@@ -7,8 +7,6 @@ does (`operators.communication.emulated_link`). Collectives and computations slo
 the machine, which no link changes: by the same seconds, however long the collective takes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

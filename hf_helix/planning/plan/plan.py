@@ -4,8 +4,6 @@
 order is valid on every device, see `planning.timing.operator_clock`; `planning.window.passes` completes the order.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ Must hold: every rule makes its plan from the profile alone, so no model is need
 `hf_helix.config.RULES`: options are checked without an import of planning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from hf_helix.planning.plan.baselines.dhelix import dhelix

@@ -15,8 +15,6 @@ Candidates are compared by simulation, contention included. Measured times drift
 looks good while computation is the bottleneck; so candidates are also simulated with computation 20 % faster.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import random

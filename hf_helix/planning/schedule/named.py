@@ -5,8 +5,6 @@ Out:  a `Schedule`.
 Must hold: `validate` accepts each; the builders do not use it. The names are listed in `hf_helix.config.SCHEDULES`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple

@@ -12,8 +12,6 @@ for others; weight gradients go into what is left (software pipelining: Lam, 198
 for slices of the vocabulary, too).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product

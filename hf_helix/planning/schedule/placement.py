@@ -8,8 +8,6 @@ with the last. On the fold, rank r holds stages r and 2P-1-r, so both are on ran
 section 4.1 and figure 7). No other split has a lighter heaviest rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise

@@ -6,8 +6,6 @@ Must hold: a pure function of its inputs, the same on every rank; the placement 
 costs, so layers never move.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -12,8 +12,6 @@ Must hold: the rules are those of the executor.
     - Of concurrent operators of a rank, each runs at its own slowed rate until one of them ends.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

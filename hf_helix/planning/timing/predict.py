@@ -7,8 +7,6 @@ some repetitions as for as many before. Otherwise a further repetition of a long
 of the simulated repetitions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise

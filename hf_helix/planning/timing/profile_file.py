@@ -7,8 +7,6 @@ operator are the fields of `Operator`; a field with its default value is left ou
 no other format.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, astuple, fields, replace

@@ -19,8 +19,6 @@ replicas issue their collectives in the same order.
                         Copies from the host precede them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

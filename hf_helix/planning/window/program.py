@@ -6,8 +6,6 @@ Must hold: every operator of every micro-batch once, each after its inputs; a va
 messages between two ranks are received in the order of sending.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace

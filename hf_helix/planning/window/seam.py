@@ -12,8 +12,6 @@ the same position in the mirrored order; so every forward schedule gives a sched
     the end    backward:  B2                 with the gradient reductions
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

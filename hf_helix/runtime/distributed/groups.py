@@ -7,8 +7,6 @@ step. Making a communicator blocks the host until the other ranks make it, so tw
 for each other for ever.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -7,8 +7,6 @@ Must hold: a rank prints its error in full unless it knows of another rank with 
 only for errors raised on purpose by hf_helix. Exceptions behave inside the program as always.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import linecache

@@ -8,8 +8,6 @@ ranks: rank 0 watches all ranks, the others watch rank 0 and the report of a fai
 exit, unless the run failed. `endings` prints the messages.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

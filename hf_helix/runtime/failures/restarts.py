@@ -16,8 +16,6 @@ that calls `init_process_group("gloo")` and a barrier, and raises on rank 1 if T
 `--standalone` and `--rdzv-backend=c10d` do not have the fault.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import uuid

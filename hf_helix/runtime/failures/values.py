@@ -9,8 +9,6 @@ id of another rank; on a GPU an id out of range ends the process without a messa
 when the next step begins, or before an evaluation or a save: the weights are lost by then, but nothing has saved them.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -10,8 +10,6 @@ slices, so every rank of a pipeline knows the buckets of the others.
 reduce-scatter leaves each rank its shard.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod

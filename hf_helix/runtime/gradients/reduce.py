@@ -9,8 +9,6 @@ Must hold: sums run in float32 at least, in the same order on every rank and eve
 on this rank has none on the others, and its shards get none. The norm counts replicas once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

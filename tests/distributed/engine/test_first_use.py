@@ -1,7 +1,5 @@
 """A family that needs a proof proves itself before a run, once, and a run is as it would be without."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The memory of a window on paper is what real ranks count, tensor by tensor."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A cut model that is called without gradients, and generates, is equal to the uncut model on every rank."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Mapping

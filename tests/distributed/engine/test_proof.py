@@ -1,7 +1,5 @@
 """A proof finds the mistakes that a declaration can have, and every family of the package passes it."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

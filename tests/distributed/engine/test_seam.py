@@ -1,7 +1,5 @@
 """A cut decoder that is called: losses and gradients of the unsplit model, every possible pair of passes overlapped."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`hf_helix.testing` and `hf-helix check` on processes of their own, and inside a process group that is there."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What must be equal on several ranks is compared, and where it differs every rank says so."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Collectives, meshes and gradient sums on real process groups give the mathematical result, the same on every run."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Windows from graphs: the same bits as operator by operator, whatever changes from one window to the next."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

@@ -1,7 +1,5 @@
 """Training over an emulated link: the same bits as without one, every byte accounted for, and everything says so."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import time

@@ -1,7 +1,5 @@
 """Experts of every form, spread over two ranks, give what the module's own forward gives on one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Full gradients of sharded parameters: on a GPU few are alive, and the limit changes no bit."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Data parallelism around a pipeline: sums of gradients, their norm, shares of the optimizer, who gets which data."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from pathlib import Path

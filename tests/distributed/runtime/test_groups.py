@@ -1,7 +1,5 @@
 """Groups of any layout, on torch's fake process group: the same on every rank, in an order without deadlock."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Iterator

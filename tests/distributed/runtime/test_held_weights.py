@@ -1,7 +1,5 @@
 """Weight gradients that are held back in the last backward change no bit, and sums begin while it still computes."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """What runs over NCCL on a GPU, over gloo here: lanes, the ring and collectives give what gloo's own ways give, bit for
 bit, without an operation point to point; tensors for files go over the host."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -8,8 +8,6 @@ these as 1F1B has. The first rank of the fold also has the head, which on the li
 there, logits and their gradient come on top, a fifth of a layer here.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

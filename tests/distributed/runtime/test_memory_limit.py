@@ -1,7 +1,5 @@
 """The memory of schedules as a run measures it: predicted from single operators, counted in windows, and kept to."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What ran, counted: slots, bubbles and live activations of real windows, against the paper's formulas."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

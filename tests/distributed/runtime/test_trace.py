@@ -1,7 +1,5 @@
 """The recorded order of a real step shows the interleaving; it does not depend on how fast anything ran."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Losses of one's own on logits divided over the vocabulary, and the fused head, against the same code on full ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """`hf-helix cluster`: two processes measure themselves and the links between them."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

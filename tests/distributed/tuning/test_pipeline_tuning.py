@@ -1,7 +1,5 @@
 """Pipelines measure, choose a plan and a schedule, remember both, and are scored and traced afterwards."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The profiler on two real ranks: it covers every operator, all ranks agree, and nothing else is touched."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`plan="auto"` and `plan="search"` measure before the first step; training goes on as if they had not."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import shutil

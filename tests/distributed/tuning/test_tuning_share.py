@@ -1,7 +1,5 @@
 """Tuning in proportion: a short run is not tuned, a longer one in its midst, and nothing else changes by it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """What is measured on CUDA is in order: the profiler and the timing of plans, watched as in `test_cuda_streams`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Plans beside the bound on the paper's rows: nothing beats it, and `search` is near it."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.paper.bounds import ROWS, shares

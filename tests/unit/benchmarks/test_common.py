@@ -1,7 +1,5 @@
 """What benchmarks share: options from defaults, tables, and that every one of them starts."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pieces of the GPU acceptance fit into three calls of ten minutes."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from benchmarks.gpu.pieces import PIECES

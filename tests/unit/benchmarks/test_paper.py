@@ -1,7 +1,5 @@
 """`python -m benchmarks.paper`: the paper's rows on paper, and how far they are from what it printed."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """hf-helix check: what it prints without comparing, and what it says of names that are none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

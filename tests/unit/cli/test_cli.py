@@ -1,7 +1,5 @@
 """`hf-helix`: plan and show work from files alone; bad input takes one message."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`hf-helix --help` explains every option without torch; `models`, `env`, `--version`, names on the Hub."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import sys

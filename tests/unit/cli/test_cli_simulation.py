@@ -1,7 +1,5 @@
 """`hf-helix simulate` and `hf-helix doctor` on a small model and clusters written here."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

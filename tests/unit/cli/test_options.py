@@ -1,7 +1,5 @@
 """A command line makes a command, and a command its line; options of `HelixConfig` have its words and defaults."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What CUDA reads when it starts is set before that, and asked for where it is too late."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Layouts in the words of Transformers and Accelerate: what they become, what they may not contradict."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What construction says: the nearest option, sizes that work for processes and heads, what may not be meant."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

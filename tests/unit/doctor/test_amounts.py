@@ -1,7 +1,5 @@
 """What operators on the meta device are counted with equals what they are by hand, and what really runs."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any

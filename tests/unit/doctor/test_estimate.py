@@ -1,7 +1,5 @@
 """Times by hand: kernels, collectives inside a node and between nodes, shared links, contention, waiting."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

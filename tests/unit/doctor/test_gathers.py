@@ -1,7 +1,5 @@
 """Gathers of weights on paper (`shard_optimizer`): those of training, in the window as the runtime has them."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import Any

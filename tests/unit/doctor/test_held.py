@@ -1,7 +1,5 @@
 """Until when collectives hold what they work with, by hand: of a GPU until they are waited for, of a CPU until over."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_helix.doctor.peaks import held_until_over, held_until_waited

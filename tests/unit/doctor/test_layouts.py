@@ -1,7 +1,5 @@
 """The doctor's search: what cannot be cut or does not fit is not proposed, and the best comes first."""
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import replace

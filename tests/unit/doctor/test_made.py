@@ -1,7 +1,5 @@
 """Operators on the meta device, made again from shapes that are known, against torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

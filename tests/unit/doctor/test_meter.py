@@ -1,7 +1,5 @@
 """The meter counts the floating-point operations that torch's flop counter counts, and those of kernels it lacks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Predictions beside figures that were measured or published: docs/doctor.md says how far apart they are."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

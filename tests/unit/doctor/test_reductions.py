@@ -1,7 +1,5 @@
 """Sums of gradients on paper: what lasts longer than the backward beside which it begins."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The table of layouts: the verdict is about every row, and what would help is said where little fits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

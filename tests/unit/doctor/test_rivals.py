@@ -1,7 +1,5 @@
 """Rivals on paper: what FSDP sends and keeps by hand, and where gathers hide; published figures of others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

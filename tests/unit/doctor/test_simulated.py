@@ -1,7 +1,5 @@
 """A model on paper: layers that are alike are declared once for each layout, and stand for all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Steps on paper: the quick prediction of a window against every operator of it, and what follows from a step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Towers of images in the doctor: their work and weights beside the stock model's, and the split of layers."""
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from dataclasses import replace

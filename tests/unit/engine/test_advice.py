@@ -1,7 +1,5 @@
 """A run says that another layout is clearly faster, if the doctor advised it for this model and what trains it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

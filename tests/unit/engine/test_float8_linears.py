@@ -1,7 +1,5 @@
 """Which linears of a model multiply in fp8, in a sentence; what cannot is named, and a model without any is refused."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What was changed on the instances of a model is in the small model that is proven, or is refused by name."""
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Callable

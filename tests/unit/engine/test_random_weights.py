@@ -1,7 +1,5 @@
 """Drawing the weights of a model touches no generator but that of the CPU, and sets that one back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.models import tiny

@@ -1,7 +1,5 @@
 """What excuses a difference of a cut model: rounding that the unsplit model has itself, and only that."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What is written into a cluster file gives back the times that it was made from."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

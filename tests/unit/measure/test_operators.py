@@ -4,8 +4,6 @@ The GPU is a clock: kernels run when they have been launched and what is before 
 are computed on CPU meanwhile.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Bars are for terminals; a file gets a line for each stage."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """The load-balancing loss of any mixture is that of its own file in Transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

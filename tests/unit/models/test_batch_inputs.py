@@ -1,7 +1,5 @@
 """What the host reads of a batch, and what attention gets of it without looking again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """How the builder's methods say that parameters are cut."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The built-in loss is that of causal language models: what is none is refused with the class that is needed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

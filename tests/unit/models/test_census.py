@@ -1,7 +1,5 @@
 """The file of the census, and what is taken from it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every form of fused experts of Transformers gives what the module's own forward gives; other code is refused."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterator

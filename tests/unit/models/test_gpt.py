@@ -1,7 +1,5 @@
 """What graphs GPT-2 and GPT-NeoX become, and what of them cannot be cut."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How many kernels a layer launches: at most what is written here, so that nobody loses what somebody has saved."""
 
-from __future__ import annotations
-
 import pytest
 from support.models import tiny
 

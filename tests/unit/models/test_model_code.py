@@ -1,7 +1,5 @@
 """What stands in the place of Transformers' code is run, or refused by name at construction."""
 
-from __future__ import annotations
-
 import functools
 import re
 import types

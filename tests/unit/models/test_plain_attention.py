@@ -3,8 +3,6 @@
 Modeling files are not imported, which would take minutes: the functions are compiled from their text.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a decoder makes of the attention mask where a batch brings no positions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Small configurations make models that run in a moment, and keep what tells their class from others."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

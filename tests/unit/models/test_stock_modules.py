@@ -1,7 +1,5 @@
 """Fused RMS norms give what Transformers' modules give, and stand back wherever a module is not one that is known."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

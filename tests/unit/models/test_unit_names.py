@@ -1,7 +1,5 @@
 """Units of one name have equal graphs."""
 
-from __future__ import annotations
-
 from support.graphs import compute, pair
 
 from hf_helix.models.family import number_distinct_graphs

@@ -1,7 +1,5 @@
 """Products of half precision are added to float32 gradients by the GEMM itself where the device can do that."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

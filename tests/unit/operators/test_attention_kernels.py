@@ -1,7 +1,5 @@
 """What surrounds the attention kernels of CUDA, with stand-ins for the kernels behind torch's own schemas."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec

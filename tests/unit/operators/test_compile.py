@@ -1,7 +1,5 @@
 """HelixConfig(compile=True) changes the kernels and not the results, and compiles once for all layers."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

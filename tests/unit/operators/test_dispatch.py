@@ -1,7 +1,5 @@
 """The way of tokens to their experts and back, on one rank and in pieces, against plain loops."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """A backward that is written out gives what autograd gives, and stands back where a module is not one that is known."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Flats whose pieces are gathered in the type of matrix products, while the parts that are stepped stay in fp32."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

@@ -1,7 +1,5 @@
 """Kernels of Triton, run by its interpreter, give what torch gives; and how many bytes a layer moves with them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

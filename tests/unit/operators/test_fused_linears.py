@@ -1,7 +1,5 @@
 """Linears that read one value are one GEMM forward, one for I and one for W where their weights are lowered."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.dispatched import Calls

@@ -1,7 +1,5 @@
 """Linear's explicit I and W are autograd's gradients, at whatever time W runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The emulated link: when transfers end, on a clock that the tests wind, and how many bytes go over it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

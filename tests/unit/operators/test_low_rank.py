@@ -1,7 +1,5 @@
 """Adapters beside linears: what PEFT's own layers compute, and autograd's gradients of it, at whatever time W runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

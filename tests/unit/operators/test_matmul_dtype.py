@@ -1,7 +1,5 @@
 """Weights are cast once in a window, and never older than it."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -1,8 +1,6 @@
 """`cut_bounds` gives every index of a dimension to exactly one rank, as evenly as can be, the longer slices first;
 `Placement` cuts each block of a fused matrix so."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

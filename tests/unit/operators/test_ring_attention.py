@@ -1,7 +1,5 @@
 """Blocks of attention over a cut sequence against torch's attention over the whole, without any communication."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """fp8: the emulation on CPUs is torch's own scaled product; blocks of bytes bring what a product reads."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

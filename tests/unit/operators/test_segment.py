@@ -1,7 +1,5 @@
 """A Segment computes what autograd would, bit for bit, and keeps only what its backward needs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiles of a unit: rows come back in order, gradients likewise, and the same linears serve every tile."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

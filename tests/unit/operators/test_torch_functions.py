@@ -1,7 +1,5 @@
 """Arguments and results of functions of torch, with their tensors changed."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

@@ -5,8 +5,6 @@ The ranks are simulated in one process: every slice is computed by itself, and w
 hand.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.dispatched import Largest

@@ -1,7 +1,5 @@
 """A loss in tiles of tokens and words is that of the stock functions, and no tensor is as large as the logits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

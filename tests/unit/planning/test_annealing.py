@@ -1,7 +1,5 @@
 """Annealing: finds the bottom of a bumpy valley, the same way every time, and stops where it is told to."""
 
-from __future__ import annotations
-
 import random
 from typing import NamedTuple
 

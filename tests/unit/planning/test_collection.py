@@ -1,7 +1,5 @@
 """Functions that run while Python's collector of cyclic garbage is paused."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """The segments of a decoder that is called are a schedule that can run, and free what nobody reads."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_helix.planning.schedule.actions import Slot, num_microbatches_of

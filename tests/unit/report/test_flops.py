@@ -1,7 +1,5 @@
 """Model FLOPs against those counted by hand and by torch; peaks of devices by their names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

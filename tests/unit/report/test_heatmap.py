@@ -1,7 +1,5 @@
 """Heat maps hold what was measured and nothing else; breakdowns add up to all of a micro-batch's time."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Figures of the logs, by hand under a clock that stands still."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import SimpleNamespace
 

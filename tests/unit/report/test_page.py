@@ -1,7 +1,5 @@
 """Pages hold every operator to scale with those beside it, ask for nothing outside, and work in a browser."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

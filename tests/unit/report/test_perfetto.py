@@ -1,7 +1,5 @@
 """Trace files are what viewers expect: a process for every rank, a track for every stream, every operator once."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

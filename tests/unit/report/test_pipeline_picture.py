@@ -1,7 +1,5 @@
 """Pipelines as text are to scale, and show idle time as such."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_helix.planning.schedule.actions import parse_schedule

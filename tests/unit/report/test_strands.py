@@ -1,7 +1,5 @@
 """The picture of two layers: the same work in every strip, on one axis, and the gain that is written beside it."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Timelines show what they are given: every operator once, to scale, under its name."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

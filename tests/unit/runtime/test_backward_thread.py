@@ -1,8 +1,6 @@
 """Backward of operators runs in the thread that issues them. Autograd has a thread of its own for a GPU, and handing
 every small graph to it and back costs the host more than the graph."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from typing import Any

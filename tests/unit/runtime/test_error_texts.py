@@ -1,7 +1,5 @@
 """What a rank prints at its end, and what it leaves for the launcher and for the other ranks of its host."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

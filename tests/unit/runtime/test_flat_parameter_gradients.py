@@ -1,7 +1,5 @@
 """Gradients of a flat are in its piece as soon as they are summed; what they were in before is free."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

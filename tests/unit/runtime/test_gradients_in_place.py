@@ -1,7 +1,5 @@
 """Gradients are averaged where they lie: what is copied at all is copied once, and there is no second set of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

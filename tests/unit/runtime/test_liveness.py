@@ -1,7 +1,5 @@
 """What a rank says last is seen, whatever its main thread is doing at that moment."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys

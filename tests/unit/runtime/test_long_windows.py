@@ -1,7 +1,5 @@
 """A window whose steady state is repeated gives the bits of the same window with every instruction written out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.models import llama

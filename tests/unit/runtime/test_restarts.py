@@ -1,7 +1,5 @@
 """Ranks that torchrun has started again do not read what those before them have left in the store."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stages: every rank describes the same layout, each unit is on one rank, and nothing of another rank's is kept."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

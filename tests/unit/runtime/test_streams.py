@@ -4,8 +4,6 @@ Threads are steered with `threading.Event`s, so nothing here depends on how fast
 test that fails.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -4,8 +4,6 @@ Spans start and end on the grid, so the count is exact. (The trace of a real run
 in distributed/test_trace.py; pytest wants file names that differ.)
 """
 
-from __future__ import annotations
-
 import itertools
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """What the watch asks of the store does not grow with the number of ranks, and still every rank hears who has died."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

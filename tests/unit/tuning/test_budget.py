@@ -1,7 +1,5 @@
 """Tuning in proportion to the run: budgets, estimates and the time of a step, under a clock that stands still."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

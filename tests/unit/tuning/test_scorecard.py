@@ -1,7 +1,5 @@
 """The scorecard tells the truth: gains, small gains with their reason, losses, and the layout that would be faster."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -11,8 +11,6 @@ time.
 `hf_helix.runtime.intra_batch` runs tiles.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """The operators that traces become: where ranks communicate, and what runs in one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

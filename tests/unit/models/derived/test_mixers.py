@@ -1,7 +1,5 @@
 """Recurrent mixers: where the trace stops, how they are cut, what runs, and what is refused."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """How values and weights are cut: each rule over a small module, and the gradients of two ranks against the whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rewrites of a trace: what is gone, and that the same is computed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.small_traces import WIDTH, check_on_two_ranks, traced

@@ -1,7 +1,5 @@
 """Ropes in a trace: which calls are one operator, and that its bits are those of the model's own function."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

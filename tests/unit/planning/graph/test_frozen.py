@@ -1,7 +1,5 @@
 """Linears that train nothing, or little: no W in graphs and plans, memory given back with B, other fingerprints."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

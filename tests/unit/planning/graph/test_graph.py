@@ -1,7 +1,5 @@
 """The backward graph derived from a layer is the one a person would write: its operators, their order, their sums."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

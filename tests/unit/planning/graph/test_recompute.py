@@ -1,7 +1,5 @@
 """What backward runs again: which operators, where they stand, and that only what they begin with is kept."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

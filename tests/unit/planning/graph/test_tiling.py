@@ -1,7 +1,5 @@
 """Tiled graphs: the same values in and out, orders in which one strand overlaps, gradients that add up in one order."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

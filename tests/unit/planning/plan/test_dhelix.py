@@ -1,7 +1,5 @@
 """The paper's search: optimal over its space by brute force, valid, never slower than one strand after the other."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Iterator

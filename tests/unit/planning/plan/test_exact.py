@@ -1,7 +1,5 @@
 """The search against an exact solver (CP-SAT) on small windows: the same rules, no interference, whole microseconds."""
 
-from __future__ import annotations
-
 import pytest
 from ortools.sat.python import cp_model
 from support.arrays import arrays_of, window_instructions

@@ -1,7 +1,5 @@
 """What a profile says of other links: the emulation's own rule, backwards and forwards."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """List scheduling: valid orders for any graph, times and priorities, within their memory, the same everywhere."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Plans: every rule orders every block validly, files are checked whole, and errors point at the wrong entry."""
 
-from __future__ import annotations
-
 import json
 import math
 import zlib

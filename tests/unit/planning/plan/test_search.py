@@ -1,7 +1,5 @@
 """The search: hardly ever behind list scheduling, within the memory, above the bound, the same every time, soon."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

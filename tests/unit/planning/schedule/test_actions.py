@@ -1,7 +1,5 @@
 """Actions, slots and schedules are plain data; their text is torch's."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Simulated pipelines against formulas and an oracle of its own; the chosen schedule is never behind the named ones."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Named schedules run under an oracle of its own, and are those of the paper and of torch."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

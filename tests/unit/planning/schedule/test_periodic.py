@@ -1,7 +1,5 @@
 """Periodic schedules: valid for any costs, few micro-batches under way, near the time of the heaviest rank."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Placements: stages cover the layers once and in order, no split is better, and ranks hold what the paper says."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Schedulers: a window's schedule by name, by search or from a file, always the same, on a placement known before."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The validator catches every schedule that cannot run, and files that do not hold one."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Cluster files: those that the package brings load; what is wrong with others is said by the name of the key."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re

@@ -1,7 +1,5 @@
 """The cost function: small programs by hand, random ones against other ways to find the same times."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from itertools import pairwise

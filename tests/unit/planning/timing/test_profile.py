@@ -1,7 +1,5 @@
 """Profiles: files come back the same, slowdowns and OEF are the ones by hand, and a wrong file says what is wrong."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

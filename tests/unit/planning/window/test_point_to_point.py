@@ -6,8 +6,6 @@ begun, and it begins once everything that was issued before it on its queue has 
 The host issues without waiting, but where a rule says so.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence

@@ -1,7 +1,5 @@
 """Operators that are issued ahead: where they stand in a window, and what backward makes of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Programs: whole windows are valid under every rule, run everything once, and keep the order that bits depend on."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Programs of several ranks: whole and valid, no rank waits for ever, and both ends of every way keep one order."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from dataclasses import replace

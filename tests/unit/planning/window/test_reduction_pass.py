@@ -1,7 +1,5 @@
 """Sums of gradients in a window: issued with the last that adds to them, predicted, and hidden by held back W's."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Long windows are ordered and predicted by their steady state: like the whole window, or nearly, and validly."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Gathers of weights in a window: once, ahead of their units, predicted, and hidden by the first forward pass."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Windows: what runs in which order before a plan, and under which keys values go from unit to unit."""
 
-from __future__ import annotations
-
 import pytest
 from support.arrays import window_instructions
 from support.graphs import SMALL, compute, layout_of, pair, schedule_of
