@@ -96,7 +96,8 @@ def declare(
     halved: Collection[int] = (),
     autocast_dtype: torch.dtype | None = None,
 ) -> Declared:
-    """Returns the cut of a model, on this rank alone. Nothing is communicated, and the model is not changed.
+    """Returns the cut of a model, on this rank alone. Nothing is communicated. The model is not changed, but for
+    parameters that only indices depend on: those of a derived layer are frozen.
 
     Args:
         model: a full model, perhaps a `PeftModel`, with weights or on the meta device.

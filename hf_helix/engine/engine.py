@@ -57,7 +57,7 @@ from hf_helix.models.registry import family_of
 from hf_helix.operators.zero.host_shard import arrived
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.schedule.actions import format_schedule
-from hf_helix.planning.schedule.placement import FRONT
+from hf_helix.planning.schedule.placement import FOLD, FRONT
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.sizes import Sizes, size_text
 from hf_helix.planning.window.layout import Layout
@@ -118,20 +118,21 @@ class Engine(Diagnostics):
         super().__init__(base, config, mesh)
         self.family = family_of(base)
         self.limits = limits_of(base)
-        full = {name: (parameter.shape, parameter.requires_grad) for name, parameter in model.named_parameters()}
         self._maker = WindowMaker(base, mesh)
         self._trains = any(parameter.requires_grad for parameter in model.parameters())
         self._has_said_link = self._has_said_images = False
         modes = modes_of(self.family.layers(base), options.checkpointing, config)
-        about = fingerprint(base, mesh, options.autocast_dtype, modes, config.float8_recipe)
+        about = fingerprint(base, mesh, config, options.autocast_dtype, modes)
         self.tuner = Tuner(config, type(base).__name__, about, options.num_microbatches)
         warn_bf16_weights(model)
         warn_random_start(model, options.weights, options.seed)
         self._advice = Advice(base, mesh, options.autocast_dtype)
         declared = declare(model, config, mesh, modes, options.loss_tweaks, autocast_dtype=options.autocast_dtype)
+        full = {name: (parameter.shape, parameter.requires_grad) for name, parameter in model.named_parameters()}
         self._called = declared.called
         self.runner = start_runner(model, declared.stage, config, mesh, options, self._choose_plan)
         self._parameters = tuple(model.parameters())
+        self._trained_at_cut = [trained for _, trained in full.values()]
         self._trained_then: list[bool] = []  # whether the last window trained each of them
         self._divided = DividedParameters(model, self.runner.stage, mesh, full)
         self._snapshot = Snapshot(model, self._called)
@@ -182,12 +183,19 @@ class Engine(Diagnostics):
     def _make_seam(self) -> Seam:
         def check(batch: Mapping[str, Any]) -> None:
             agree_on_window([batch], self.mesh.batch_group)
+            if self.seam is not None and not self.seam.is_open:
+                self._bounds.clear()  # of a window that an error has ended
             if is_recording() and self.mesh.device.type != "cpu":
                 self._bounds.append(self.value_bounds([batch]))  # a look would wait for the device
             else:
                 self.check_value_bounds(batch)
 
         self._divided.share_losses()
+        if self.runner.scheduler.placement != FOLD:
+            say(
+                f"schedule={self.config.schedule!r} has no slot for a forward and a backward pass: with a loss of your "
+                "own, nothing overlaps; use schedule='auto'"
+            )
         seam = Seam(self.runner, self._maker, check, self._begin_window, self.plain)
         decoder = self.family.decoder(self.base)
         seam.put_into(decoder)
@@ -372,6 +380,11 @@ class Engine(Diagnostics):
         trained = [parameter.requires_grad for parameter in self._parameters]
         if trained != self._trained_then:
             check_trained(self.model, self.runner.stage, self._trains)
+            if trained != self._trained_at_cut and self.runner.layout.reductions:
+                say(
+                    "parameters were frozen or unfrozen after the model was cut: gradients are reduced at the end of "
+                    "an optimizer step, beside no computation; freeze them before the trainer is made"
+                )
             self._trained_then = trained
         self._check_unchanged()
         self._snapshot.check_trainable()

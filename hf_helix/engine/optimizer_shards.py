@@ -58,13 +58,14 @@ def step_shards(optimizer: Any, stage: Stage, streams: Streams) -> None:
         return
     if hasattr(optimizer, "check_overrides"):  # bitsandbytes finds options by the parameters of modules
         optimizer.check_overrides()
+    on_host = [flat for flat in stage.flat_parameters if flat.host is not None and flat.is_trained]
     for name in ("step", "train", "eval"):  # schedule-free optimizers write to weights between modes
         method = getattr(optimizer, name, None)
         if callable(method):
             function = host_threads(stage)(plain_parameters()(getattr(method, "__func__", method)))
+            if name == "step" and on_host:
+                function = HostStep(optimizer, on_host, streams).complete_groups()(function)
             setattr(optimizer, name, MethodType(function, optimizer) if hasattr(method, "__func__") else function)
-    if on_host := [flat for flat in stage.flat_parameters if flat.host is not None and flat.is_trained]:
-        HostStep(optimizer, on_host, streams)
     optimizer.register_step_post_hook(lambda *_: stage.mark_weights_stale())
     optimizer.add_param_group = functools.partial(_add_shards, optimizer.add_param_group, shards)
     for group in optimizer.param_groups:
@@ -121,7 +122,21 @@ class HostStep:
         optimizer.register_step_pre_hook(lambda *_: self._begin())
         optimizer.register_step_post_hook(lambda *_: self._end())
 
+    @contextlib.contextmanager
+    def complete_groups(self) -> Iterator[None]:
+        """Returns the context after which the param groups have all of their parameters, also if a step has failed."""
+        try:
+            yield
+        finally:
+            self._complete()
+
+    def _complete(self) -> None:
+        for group, parameters in self._groups:
+            group["params"] = parameters
+        self._groups = []
+
     def _begin(self) -> None:
+        self._complete()
         _fuse(self._optimizer)
         self._groups = [(group, group["params"]) for group in self._optimizer.param_groups]
         of_slices = {shard for flat in self._flats for shard in flat.shards.values()}
@@ -149,8 +164,7 @@ class HostStep:
             if flat is self._first or before is None or self._streams.is_over(before):
                 issue_copy(self._streams, flat.host, "gradients.up")
                 before = flat.host.copied
-        for group, parameters in self._groups:
-            group["params"] = parameters
+        self._complete()
 
 
 def _fuse(optimizer: Any) -> None:

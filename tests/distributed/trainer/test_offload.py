@@ -176,6 +176,13 @@ def test_one_process_steps_on_its_host(tmp_path: Path) -> None:
         assert buffers["weights.products"].dtype == torch.bfloat16
         assert all(flat.buffer.data_ptr() != flat.shard.data_ptr() for flat in zero1_flat_parameters(flats))
     assert all(group["fused"] for group in optimizer.param_groups)
+    # A step that fails leaves its param groups complete.
+    failing = optimizer.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    failing.remove()
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    assert held == set(map(id, shards))
 
 
 @pytest.mark.parametrize(
