@@ -33,12 +33,14 @@ class DecoderCall:
         states: their state between the forward and the backward pass.
         modes: whether each module of the decoder was in training mode.
         gradients: of values that the call returned, a tensor for each piece; None before the caller's backward pass.
+        is_done: whether the backward pass has run.
     """
 
     pieces: Sequence[MicroBatch]
     states: Sequence[MicroBatchState]
     modes: Sequence[bool]
     gradients: dict[Key, Sequence[Tensor]] | None = None
+    is_done: bool = False
 
 
 class CalledDecoder:
@@ -117,7 +119,16 @@ class CalledDecoder:
 
     def backward(self, call: DecoderCall, gradients: Mapping[Key, Sequence[Tensor]]) -> None:
         """Takes gradients of values of this rank that a call returned, a tensor for each piece. The backward pass runs
-        later."""
+        later.
+
+        Raises:
+            RuntimeError: the backward pass has run.
+        """
+        if call.is_done:
+            raise RuntimeError(
+                "a second .backward() through a call of the model, whose backward pass has run beside a later call: "
+                "add the losses of a call up, and call .backward() once, or twice before the model is called again"
+            )
         if call.gradients is None:
             call.gradients = {}
             self._waiting.append(call)
@@ -184,7 +195,7 @@ class CalledDecoder:
         for key, pieces in call.gradients.items():
             for state, gradient in zip(call.states, pieces, strict=True):
                 state.given[self._gradient_of(key)] = gradient
-        call.gradients = None
+        call.gradients, call.is_done = None, True
         return call
 
     def _gradient_of(self, key: Key) -> Key:

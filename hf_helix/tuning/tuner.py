@@ -4,9 +4,9 @@ In:   the options of a run, its case, the first window, and the number of steps 
 Out:  a plan that needs no measurement before anything runs; once the run is worth it, the plan that is measured to be
       the fastest, with its schedule and a `TuningResult`.
 Must hold: every rank decides the same, and has the plans that rank 0 makes. `sequential` is always among the candidates
-of `auto`, so overlap is never slower than none beyond noise. Ranks exchange something before the first window of two
-micro-batches or more and after 2, 4, 8, ... steps only. Measuring and searching take at most `tuning_share` of the run,
-say beforehand how long they take, and leave training as it was; results are kept on disk.
+of a tuning, so from then on overlap is never slower than none beyond noise. Ranks exchange something before the first
+window of two micro-batches or more and after 2, 4, 8, ... steps only. Measuring and searching take at most
+`tuning_share` of the run, say beforehand how long they take, and leave training as it was; results are kept on disk.
 
 The integrations call `Engine.tune`, and so `Tuner.update`, before every step:
 
