@@ -76,7 +76,7 @@ def train(helix: dict[str, Any], rule: str = "loss", padded: bool = False, **cha
     whole = tiny(**{"num_hidden_layers": 5, **changes}).train()
     model, config = copy.deepcopy(whole), HelixConfig(plan="greedy", cache=False, **helix)
     mesh = HelixPlugin(config).build_mesh(torch.device("cpu"))
-    options = RunOptions(num_microbatches=3, loss_tweaks=LossTweaks(own=True))
+    options = RunOptions(num_microbatches=3, loss_tweaks=LossTweaks(ends_at_decoder=True))
     engine = Engine(model, config, mesh, options, Instead("", ""))
     torch.manual_seed(3)
     losses = []
@@ -166,7 +166,7 @@ def backward_again(at_once: bool) -> Any:
     model = tiny(num_hidden_layers=2).train()
     config = HelixConfig(plan="greedy", tp_size=2)
     mesh = HelixPlugin(config).build_mesh(torch.device("cpu"))
-    engine = Engine(model, config, mesh, RunOptions(loss_tweaks=LossTweaks(own=True)), Instead("", ""))
+    engine = Engine(model, config, mesh, RunOptions(loss_tweaks=LossTweaks(ends_at_decoder=True)), Instead("", ""))
     assert engine.called_decoder is not None
     with engine.called_decoder.training(step=0):
         logits = model(input_ids=torch.arange(1, 25).view(2, 12)).logits
