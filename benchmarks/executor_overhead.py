@@ -31,7 +31,14 @@ from hf_helix.config import RULES
 from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
-from hf_helix.operators.base import Call, Communication, SplitComputation, TensorOperator, Tensors, TransferFn
+from hf_helix.operators.base import (
+    Communication,
+    OperatorContext,
+    SplitComputation,
+    TensorOperator,
+    Tensors,
+    TransferFn,
+)
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.operator import Operator, Part
@@ -95,13 +102,13 @@ class Idle(SplitComputation):
         self.outputs = (NOTHING,) * num_outputs
         self.gradients = (NOTHING,) * num_inputs
 
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+    def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         return self.outputs
 
-    def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
+    def input_gradient(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         return self.gradients
 
-    def weight_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
+    def weight_gradient(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         return ()
 
 
@@ -112,7 +119,7 @@ class IdleCommunication(Communication):
         self.outputs = (NOTHING,) * num_outputs
         self.gradients = (NOTHING,) * num_inputs
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
+    def prepare(self, ctx: OperatorContext, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         return self.outputs if part is Part.F else self.gradients, _do_nothing
 
 

@@ -34,7 +34,7 @@ from hf_helix.measure.timing import (
     time_in_a_row,
     traced,
 )
-from hf_helix.operators.base import Call, explicit_gradients
+from hf_helix.operators.base import OperatorContext, explicit_gradients
 from hf_helix.operators.communication.emulated_link import bare
 from hf_helix.operators.communication.transport import Recorder
 from hf_helix.operators.zero.host_shard import host_memory
@@ -223,7 +223,7 @@ class Bench:
         for timed in sorted(self.moving, key=lambda timed: not self.repeats(timed)):
             step = self._step(self._instruction(0, timed))
             inputs = [self.values[source] for source in step.reads]
-            outputs, _ = step.prepare(self._call(timed), timed.op.part, *inputs)
+            outputs, _ = step.prepare(self._context(timed), timed.op.part, *inputs)
             moves = (timed.op.kind, *((tuple(value.shape), value.dtype) for value in (*outputs, *inputs)))
             other = first.setdefault(moves, timed.name)
             if other != timed.name:
@@ -300,26 +300,26 @@ class Bench:
     def _work(self, timed: TimedOperator) -> Work:
         step = self._step(self._instruction(0, timed))
         inputs = [self.values[key] for key in step.reads]
-        call = self._call(timed)
+        ctx = self._context(timed)
         if step.communicates:
-            return step.prepare(call, timed.op.part, *inputs)[1]
+            return step.prepare(ctx, timed.op.part, *inputs)[1]
         for setup in map(self._step, self._before(0, timed)):
-            setup.method(self.values)(call, *(self.values[key] for key in setup.reads))
-        call.training = step.keeps
+            setup.method(self.values)(ctx, *(self.values[key] for key in setup.reads))
+        ctx.saves_for_backward = step.keeps
         run = step.method(self.values)
 
         def compute() -> None:
             with explicit_gradients():  # holds for a thread, and the work may run in the thread of a stream
-                run(call, *inputs)
+                run(ctx, *inputs)
 
         return compute
 
     def _step(self, instruction: Instruction) -> BoundInstruction:
         return BoundInstruction(instruction, self.runner.executor.units, self.runner.layout.often_adding)
 
-    def _call(self, timed: TimedOperator) -> Call:
+    def _context(self, timed: TimedOperator) -> OperatorContext:
         unit = self.runner.executor.units[timed.unit]
-        return self.runner.executor.begin(self.batch, no_sources, training=True).call(
+        return self.runner.executor.begin(self.batch, no_sources, saves_for_backward=True).context_of(
             timed.unit, timed.op.forward_name, unit
         )
 
@@ -366,7 +366,7 @@ def _capture(runner: Runner, batch: MicroBatch) -> dict[Key, Tensor]:
             for instruction in unit_instructions(layout, (0, unit), forward):
                 keep.update(instruction.needs + instruction.writes)
     program = runner.build_program(runner.scheduler(1), keep)
-    values = runner.executor.run(program, [batch], runner.sources(), training=True)[0]
+    values = runner.executor.run(program, [batch], runner.sources(), saves_for_backward=True)[0]
     forget_gradients(runner)
     return {key: value for key, value in values.items() if key in keep}
 

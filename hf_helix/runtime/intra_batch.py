@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hf_helix.operators.base import Call, Communication, Computation, TensorOperator, Tensors, TransferFn
+from hf_helix.operators.base import Communication, Computation, OperatorContext, TensorOperator, Tensors, TransferFn
 from hf_helix.operators.communication.collectives import AllGather, ReduceScatter
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.operator import Part
@@ -48,10 +48,10 @@ class Cut(Computation):
         self.blocks = blocks
         self.tiles = tiles
 
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+    def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         return cut_rows(inputs[0], self.blocks, self.tiles)
 
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+    def backward(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         return (join_rows(gradients, self.blocks),)
 
 
@@ -65,11 +65,11 @@ class Join(Computation):
         self.blocks = blocks
         self.tiles = tiles
 
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+    def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         num_values = len(inputs) // self.tiles
         return tuple(join_rows(inputs[place::num_values], self.blocks) for place in range(num_values))
 
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+    def backward(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         cut = (cut_rows(gradient, self.blocks, self.tiles) for gradient in gradients)
         return tuple(piece for tile in zip(*cut, strict=True) for piece in tile)
 
@@ -80,11 +80,11 @@ class TileTransfer(Communication):
     def __init__(self, collective: Communication) -> None:
         self.collective = collective
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
+    def prepare(self, ctx: OperatorContext, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         (value,) = inputs
         if value.shape[0] == 0:
             return (torch.empty_like(value),), lambda: None
-        return self.collective.prepare(call, part, value)
+        return self.collective.prepare(ctx, part, value)
 
 
 def cut_rows(value: Tensor, blocks: int, tiles: int) -> Tensors:

@@ -106,7 +106,9 @@ class Runner:
         program = self.program(len(microbatches))
         reduction = self.reduction(len(microbatches) - 1) if complete else None
         self.stage.mark_weights_stale()  # an optimizer may have stepped
-        kept = self.executor.run(program, microbatches, self.sources(), training=True, reduce_gradients=reduction)
+        kept = self.executor.run(
+            program, microbatches, self.sources(), saves_for_backward=True, reduce_gradients=reduction
+        )
         self.stage.mark_weights_stale()  # a step follows, or a measured window moved nothing
         if reduction:
             reduction.finish()
@@ -169,7 +171,7 @@ class Runner:
         case = len(microbatches), keys
         if case not in self._programs:
             self._programs[case] = self.build_program(self.forward_schedule(len(microbatches)), keys)
-        kept = self.executor.run(self._programs[case], microbatches, no_sources, training=False)
+        kept = self.executor.run(self._programs[case], microbatches, no_sources, saves_for_backward=False)
         of_all = [values for _, values in sorted(kept.items())]
         return {key: [values[key] for values in of_all if key in values] for key in keys}
 

@@ -94,7 +94,7 @@ class CalledDecoder:
             program,
             batches,
             self.runner.absent_gradients,
-            training=True,
+            saves_for_backward=True,
             reduce_gradients=self._reducing() if earlier else None,
             states=states,
         )
@@ -149,7 +149,7 @@ class CalledDecoder:
         states = dict(enumerate(self._started(call).states))
         reduction = self._reducing()
         self.runner.executor.run(
-            program, call.pieces, no_sources, training=True, reduce_gradients=reduction, states=states
+            program, call.pieces, no_sources, saves_for_backward=True, reduce_gradients=reduction, states=states
         )
 
     def _next(self, count: int) -> DecoderCall | None:

@@ -292,7 +292,7 @@ def _run(runner: Runner, batch: MicroBatch, streams: SimulatedStreams, meter: Me
     streams.trace = watch = LifetimeTrace(meter)
     executor = WatchedExecutor(watch, runner.executor.units, streams, runner.seed, runner.precision)
     with meter, FusedKernels(meter):
-        executor.run(runner.program(1), [batch], runner.sources(), training=True)
+        executor.run(runner.program(1), [batch], runner.sources(), saves_for_backward=True)
         watch.end()
     return watch
 

@@ -20,7 +20,7 @@ from transformers import EarlyStoppingCallback
 
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.engine.microbatches import LossScale, WindowMaker
-from hf_helix.operators.base import Call, explicit_gradients
+from hf_helix.operators.base import OperatorContext, explicit_gradients
 from hf_helix.runtime.divided import plain_parameters
 
 # -- what the ranks run ------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def noise(folder: str, helix: dict[str, Any], alpha: float, model: dict[str, Any
             made.train(mode)
             with explicit_gradients():
                 first = stage.model[0].graphs.forward.operators[0].name  # the lookup
-                (value,) = stage.model[0].operators[first].forward(Call(side, 5, mode))
+                (value,) = stage.model[0].operators[first].forward(OperatorContext(side, 5, mode))
             result.setdefault(mode, []).append(value.numpy().copy())
         result["length"], result["hidden"] = batch["input_ids"].shape[1], made.config.hidden_size
     return result

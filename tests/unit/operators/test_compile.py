@@ -124,9 +124,9 @@ def test_the_loss_of_several_chunks(overwrites: bool, monkeypatch: pytest.Monkey
         logits = torch.randn(tokens, 2, 64, generator=draws)
         targets = torch.randint(64, (tokens, 2), generator=draws)
         operator = TokenStatistics(0, 64, overwrites=overwrites, wrap=wrap)
-        call = SimpleNamespace(side={"targets": targets}, training=True, saved=None)
-        (statistics,) = operator.forward(call, logits)
-        return statistics, operator.backward(call, torch.randn(statistics.shape, generator=draws))[0]
+        ctx = SimpleNamespace(side={"targets": targets}, saves_for_backward=True, saved=None)
+        (statistics,) = operator.forward(ctx, logits)
+        return statistics, operator.backward(ctx, torch.randn(statistics.shape, generator=draws))[0]
 
     for tokens in (8, 32, 33):  # one chunk, several, and a last one that is smaller
         result = statistics_and_gradient(tokens, segment.compiled)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hf_helix.models.families.llama import Llama
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import ParallelContext
-from hf_helix.operators.base import Call
+from hf_helix.operators.base import OperatorContext
 from hf_helix.operators.communication.collectives import AllGather, AllGatherReplicated, ReduceScatter
 from hf_helix.operators.communication.transport import Axis, Recorder, SilentTransport
 from hf_helix.planning.graph.operator import Part
@@ -21,8 +21,8 @@ from hf_helix.runtime.stage import place_units
 SIZES = {"rows": st.integers(0, 9), "size": st.integers(1, 4), "tiles": st.integers(1, 5)}
 
 
-def a_call() -> Call:
-    return Call({}, 0, True)
+def new_context() -> OperatorContext:
+    return OperatorContext({}, 0, True)
 
 
 def numbered(rows: int) -> Tensor:
@@ -45,11 +45,11 @@ def test_rows_come_back_as_they_were(rows: int, size: int, tiles: int) -> None:
 def test_an_empty_tile_communicates_nothing(part: Part, kind: type) -> None:
     transport = Recorder(SilentTransport(2, 0))
     transfer = TileTransfer(kind(Axis(transport)))
-    (out,), work = transfer.prepare(a_call(), part, torch.empty(0, 2, 3))
+    (out,), work = transfer.prepare(new_context(), part, torch.empty(0, 2, 3))
     work()
     assert out.shape == (0, 2, 3)
     assert transport.moved == []
-    (out,), work = transfer.prepare(a_call(), part, torch.empty(4, 2, 3))
+    (out,), work = transfer.prepare(new_context(), part, torch.empty(4, 2, 3))
     work()
     assert len(transport.moved) == 1
     assert len(out) in (2, 8)

@@ -9,7 +9,7 @@ from support.models import llama
 
 from hf_helix.models.families.llama import Llama
 from hf_helix.models.graph.context import ParallelContext
-from hf_helix.operators.base import Call
+from hf_helix.operators.base import OperatorContext
 from hf_helix.operators.communication.collectives import PipelineTransfer
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.vocab_pipeline import slice_buffers, spread_units
@@ -154,7 +154,7 @@ def test_tiles_leave_the_ways_between_ranks() -> None:
 def test_features_that_a_first_stage_leaves_over_are_refused() -> None:
     """Images add features behind more layers than the stage has, and the next stage expects none."""
     transfer = PipelineTransfer(None, 0, lambda side: (torch.empty(4, 1, 8), torch.empty(0, 1, 8)))  # type: ignore[arg-type]
-    call = Call({}, 0, True)
-    transfer.prepare(call, Part.F, torch.ones(4, 1, 8), torch.ones(0, 1, 8))
+    ctx = OperatorContext({}, 0, True)
+    transfer.prepare(ctx, Part.F, torch.ones(4, 1, 8), torch.ones(0, 1, 8))
     with pytest.raises(ValueError, match=r"fewer layers than images add features behind.*layers_per_stage"):
-        transfer.prepare(call, Part.F, torch.ones(4, 1, 8), torch.ones(4, 1, 8))
+        transfer.prepare(ctx, Part.F, torch.ones(4, 1, 8), torch.ones(4, 1, 8))
