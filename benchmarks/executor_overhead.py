@@ -48,8 +48,8 @@ from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.microbatch import MicroBatch
+from hf_helix.runtime.rank_units import place_units
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.stage import place_units
 from hf_helix.runtime.streams import make_streams
 from hf_helix.runtime.trace import Trace
 
@@ -170,12 +170,12 @@ def make_window(options: argparse.Namespace, tp_size: int) -> tuple[list[Unit], 
 
 
 def make_runner(units: list[Unit], tp_size: int, rule: str) -> Runner:
-    stage = place_units(units)
+    rank_units = place_units(units)
     sizes = {"dp": 1, "pp": 1, "cp": 1, "tp": tp_size, "ep": 1}
     axis = _axis(tp_size)
     mesh = Mesh(sizes, torch.device("cpu"), None, axis, Axis.single(), axis, Pipe([0]), None, None, None, None)
-    plan = make_plan(rule, rough_profile(stage.layout), model="LlamaForCausalLM", mesh={"tp_size": tp_size})
-    return Runner(stage, plan, mesh, make_streams(mesh.device), Scheduler("folded_1f1b", 1), seed=0)
+    plan = make_plan(rule, rough_profile(rank_units.layout), model="LlamaForCausalLM", mesh={"tp_size": tp_size})
+    return Runner(rank_units, plan, mesh, make_streams(mesh.device), Scheduler("folded_1f1b", 1), seed=0)
 
 
 def _axis(tp_size: int) -> Axis:

@@ -81,7 +81,7 @@ class Seam:
         self.runner = runner
         self._maker = maker
         self._check = check
-        self._open_window = open_window or (lambda window: set_aside(runner.stage.stepped))
+        self._open_window = open_window or (lambda window: set_aside(runner.rank_units.stepped))
         self._running = running
         self._cut = SequenceCut.of(runner.mesh.tp, runner.mesh.cp)
         self.window: list[MicroBatch] = []

@@ -71,7 +71,7 @@ def time_reductions(runner: Runner, repeats: int) -> Times:
     """Returns the times of every gradient reduction of this rank. Collective. The smallest and the largest are timed,
     others lie between by their bytes: a reduction takes a latency and a time per byte."""
     layout, names = runner.layout, [name for name, _ in named_reductions(runner.layout)]
-    held = {names[number]: layout.reductions[number].bytes for number in layout.reductions_of(runner.stage.rank)}
+    held = {names[number]: layout.reductions[number].bytes for number in layout.reductions_of(runner.rank_units.rank)}
     planned = [bucket for bucket in runner.buckets if bucket.is_planned]
     if not held or not planned:  # the user may have frozen everything here since the layout was made
         return {name: [LEAST] * (repeats - 1) for name in held}, dict.fromkeys(held, 0)
@@ -112,9 +112,9 @@ def time_gathers(runner: Runner, repeats: int) -> Times:
     known: dict[tuple[object, int], list[float]] = {}
     seconds: dict[Name, list[float]] = {}
     sent: dict[Name, int] = {}
-    for number in layout.gathers_of(runner.stage.rank):
+    for number in layout.gathers_of(runner.rank_units.rank):
         gather = layout.gathers[number]
-        flat = runner.stage.model[gather.units[0]].flat_parameters[gather.name]
+        flat = runner.rank_units.all_units[gather.units[0]].flat_parameters[gather.name]
         assert isinstance(flat, Zero1FlatParameter)
 
         def refresh(flat: Zero1FlatParameter = flat) -> None:
@@ -131,14 +131,14 @@ def time_gathers(runner: Runner, repeats: int) -> Times:
 def time_copies(runner: Runner, repeats: int) -> Times:
     """Returns the times of every copy between host and device of this rank. The largest is timed in both directions,
     others take as long for a byte."""
-    hosts = runner.stage.host_shards
+    hosts = runner.rank_units.host_shards
     if not hosts:
         return {}, {}
     host = max(hosts, key=lambda each: each.crossing.nbytes)
     copy = torch.empty_like(host.crossing, device=runner.mesh.device)
     on_host = host_memory(copy.shape, copy.dtype, copy.device)
     moves = {Kind.UP: lambda: host.up(copy), Kind.DOWN: lambda: host.link.down(on_host, copy)}
-    streams, rank = runner.executor.streams, runner.stage.rank
+    streams, rank = runner.executor.streams, runner.rank_units.rank
     seconds = {kind: time_in_a_row(streams, kind, move, repeats) for kind, move in moves.items()}
     names: dict[Kind, list[Name]] = {kind: [] for kind in moves}
     for name, op in named_copies(runner.layout):
@@ -147,7 +147,7 @@ def time_copies(runner: Runner, repeats: int) -> Times:
     flats = dict(zip([names[Kind.DOWN][number] for number in runner.layout.reductions_of(rank)], planned, strict=True))
     for number in runner.layout.gathers_of(rank):
         gather = runner.layout.gathers[number]
-        flats[names[Kind.UP][number]] = runner.stage.model[gather.units[0]].flat_parameters[gather.name]
+        flats[names[Kind.UP][number]] = runner.rank_units.all_units[gather.units[0]].flat_parameters[gather.name]
     times = {}
     for name, flat in flats.items():
         kind = Kind.UP if name in names[Kind.UP] else Kind.DOWN
@@ -163,7 +163,7 @@ def time_transfers(runner: Runner, batch: MicroBatch, repeats: int) -> Times:
     each is crossed `repeats` times forward, then `repeats` times back."""
     seconds: dict[Name, list[float]] = {}
     sent: dict[Name, int] = {}
-    ends = {operator.boundary: (index, operator) for index, operator in runner.stage.transfers()}
+    ends = {operator.boundary: (index, operator) for index, operator in runner.rank_units.transfers()}
     side = batch.prepare() if ends else {}
     for boundary in range(len(runner.layout.chunks) - 1):
         if boundary not in ends:
@@ -351,7 +351,7 @@ class Bench:
 def _first_units(runner: Runner) -> dict[str, int]:
     """The first unit of each name on this rank, without transfers."""
     first: dict[str, int] = {}
-    for index, unit in runner.stage.units.items():
+    for index, unit in runner.rank_units.units.items():
         if not runner.layout.transfers(index):
             first.setdefault(unit.name, index)
     return first
@@ -415,7 +415,7 @@ def _measure(
     moved = {name: max(theirs[name] for *_, theirs in ranks if name in theirs) for *_, each in ranks for name in each}
     without = _without_link(bench)
     measured_pairs = _measure_pairs(bench, times, like, progress) if pairs else {}
-    for flat in runner.stage.flat_parameters:
+    for flat in runner.rank_units.flat_parameters:
         flat.reshard()  # gathered for operators that ran outside a window
     memory: dict[Name, OperatorMemory] = {}
     if runner.layout.num_ranks > 1:  # schedules are chosen by memory
@@ -459,7 +459,7 @@ def _measure_computation(runner: Runner, window: Sequence[MicroBatch]) -> dict[N
     program: Sequence[Instruction] = runner.program(len(window))
     if isinstance(runner.executor.streams, CudaStreams):
         program = apart(program)
-    names = {unit.label: unit.name for unit in runner.stage.model.values()}
+    names = {unit.label: unit.name for unit in runner.rank_units.all_units.values()}
     seconds: dict[Name, list[float]] = {}
     for is_warm in (False, True):
         for span in traced(runner, program, window, runner.sources(), ISSUING):

@@ -1,7 +1,8 @@
-"""The runtime of the intra-batch baseline (`hf_helix.planning.plan.baselines.intra_batch`): stages and units in tiles.
+"""The runtime of the intra-batch baseline (`hf_helix.planning.plan.baselines.intra_batch`): units in tiles.
 
-In:   the stage of a rank, and the number of tiles of a plan.
-Out:  a stage with the graphs of the plan. The same linears and collectives serve the tiles; new operators cut and join.
+In:   the units of a rank, and the number of tiles of a plan.
+Out:  the units with the graphs of the plan. The same linears and collectives serve the tiles; new operators cut
+      and join.
 Must hold: values and gradients are those of the untiled unit, rounding aside. An all-gather brings the ranks' parts in
 rank order, so the rows of tile t of a gathered value are the t-th part of every rank's shard. A shard with fewer rows
 than tiles leaves the last tiles empty; empty tiles are not communicated.
@@ -18,7 +19,7 @@ from hf_helix.operators.communication.collectives import AllGather, ReduceScatte
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.plan.baselines.intra_batch import Site, sites, tile_layout, tile_pair
-from hf_helix.runtime.stage import Stage, shared_gradients
+from hf_helix.runtime.rank_units import RankUnits, shared_gradients
 
 
 def tile_unit(unit: Unit, tiles: int) -> Unit:
@@ -123,7 +124,11 @@ def _operators(unit: Unit, site: Site, tiles: int) -> dict[str, TensorOperator]:
     return operators
 
 
-def tile_stage(stage: Stage, tiles: int) -> Stage:
-    """Returns the stage with collectives and their linears cut into tiles."""
-    model = {index: tile_unit(unit, tiles) for index, unit in stage.model.items()}
-    return replace(stage, model=model, layout=replace(tile_layout(stage.layout, tiles), shared=shared_gradients(model)))
+def tile_units(rank_units: RankUnits, tiles: int) -> RankUnits:
+    """Returns the units with collectives and their linears cut into tiles."""
+    model = {index: tile_unit(unit, tiles) for index, unit in rank_units.all_units.items()}
+    return replace(
+        rank_units,
+        all_units=model,
+        layout=replace(tile_layout(rank_units.layout, tiles), shared=shared_gradients(model)),
+    )

@@ -55,7 +55,7 @@ class CalledDecoder:
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.num_fused = 0
-        layout, head = runner.layout, runner.stage.head
+        layout, head = runner.layout, runner.rank_units.head
         graphs = {unit: layout.graph(unit, True) for unit in range(head + 1) if not layout.transfers(unit)}
         whole = [unit for unit in graphs if not layout.units[unit].startswith(FRONT)]
         *self.hidden, self.output = [(unit, graphs[unit].outputs[0]) for unit in whole]
@@ -66,7 +66,7 @@ class CalledDecoder:
 
     def is_here(self, key: Key) -> bool:
         """Returns whether a value is one of this rank's units."""
-        return self.runner.layout.rank_of(key[0]) == self.runner.stage.rank
+        return self.runner.layout.rank_of(key[0]) == self.runner.rank_units.rank
 
     @plain_parameters()
     def forward(
@@ -85,7 +85,7 @@ class CalledDecoder:
         earlier = self._next(count)
         states = dict(enumerate(earlier.states)) if earlier else {}
         if not states:
-            self.runner.stage.mark_weights_stale()
+            self.runner.rank_units.mark_weights_stale()
         program = segments.both if earlier else segments.forward
         self.num_fused += earlier is not None
         batches = [*(earlier.pieces if earlier else pieces), *pieces]
@@ -106,7 +106,7 @@ class CalledDecoder:
 
     def evaluate(self, pieces: Sequence[MicroBatch], asked: tuple[Key, ...] = ()) -> dict[Key, list[Tensor]]:
         """Runs a forward pass that no backward pass follows; returns the values as `forward` does."""
-        self.runner.stage.mark_weights_stale()
+        self.runner.rank_units.mark_weights_stale()
         found = self.runner.run_forward(pieces, (self.output, *asked))
         return {key: values for key, values in found.items() if self.is_here(key)}
 
@@ -129,7 +129,7 @@ class CalledDecoder:
         if self._waiting:
             reduction.last = len(self._waiting[0].pieces) - 1
             self._run_backward(self._waiting.popleft())
-        self.runner.stage.mark_weights_stale()
+        self.runner.rank_units.mark_weights_stale()
         reduction.finish()
         self._reduction = None
 
@@ -183,6 +183,6 @@ class CalledDecoder:
             placement = runner.scheduler.placement
             outputs = (self.output, *asked)
             self._segments[count, asked] = build_segments(
-                runner.plan, forward, runner.layout, runner.stage.rank, outputs, placement, ahead
+                runner.plan, forward, runner.layout, runner.rank_units.rank, outputs, placement, ahead
             )
         return self._segments[count, asked]
