@@ -219,7 +219,7 @@ def _chain(device: torch.device, kernels: int) -> Work:
     pair = GraphPair.of(Graph("chain", tuple(operators), (names[0],), (names[-1],)))
     unit = Unit(label="chain", graphs=pair, operators={op.name: Segment(function) for op in operators}, placements={})
     layout = Layout(["chain"], {0: [0]}, {"chain": pair})
-    program = [each for forward in (True, False) for each in unit_instructions(layout, (0, 0), forward)]
+    program = [each for forward in (True, False) for each in unit_instructions(layout, (0, 0, forward))]
     executor = Executor({0: unit}, make_streams(device), 0, Precision(device.type, None))
     value = torch.randn(8, device=device)
     sources = {layout.key(0, pair.forward.inputs[0], True): value, layout.key(0, pair.backward.inputs[0], False): value}

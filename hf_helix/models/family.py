@@ -74,7 +74,7 @@ class Family(ABC):
         return model.model.norm
 
     def embedding(self, b: Builder, model: Any) -> Unit:
-        """Declares the embedding of side input `ids`; side input `places` has the positions of these tokens."""
+        """Declares the embedding of side input `ids`; side input `token_positions` has their positions."""
         x = b.reduce_scatter("scatter", b.lookup("lookup", model.get_input_embeddings()))
         return b.build(x, *self.balance_start(b, model))
 
@@ -174,7 +174,7 @@ class Family(ABC):
         model: Any,
         sharing: ParallelContext,
         loss_tweaks: LossTweaks | None = None,
-        places: Collection[int] | None = None,
+        layer_indices: Collection[int] | None = None,
     ) -> list[Unit]:
         """Returns the units of the model in forward order: the embedding, the layers, the head.
 
@@ -182,7 +182,7 @@ class Family(ABC):
             model: the uncut Transformers model.
             sharing: the axes to cut the model over.
             loss_tweaks: changes of the loss by training arguments.
-            places: indices of the layers whose units are returned; None for all layers.
+            layer_indices: indices of the layers whose units are returned; None for all layers.
 
         Raises:
             ValueError: the model cannot be cut over these axes; names the option and a value that works.
@@ -193,7 +193,7 @@ class Family(ABC):
             self.check_context(model)
         units = [self.embedding(Builder("embedding", "embedding", sharing, loss_tweaks=loss_tweaks), model)]
         for index, layer in enumerate(self.layers(model)):
-            if places is not None and index not in places:
+            if layer_indices is not None and index not in layer_indices:
                 continue
             b = Builder("layer", f"layers.{index}", sharing, repeats=True, loss_tweaks=loss_tweaks)
             units.append(self.layer(b, layer))
@@ -202,12 +202,12 @@ class Family(ABC):
             units.append(self.head(b, model))
         else:
             below = {parameter for unit in units for parameter in unit.placements}
-            units.append(self.output(b, model, below if places is None else None))
+            units.append(self.output(b, model, below if layer_indices is None else None))
         return number_distinct_graphs(units)
 
-    def layer_key(self, model: Any, place: int) -> str:
+    def layer_key(self, model: Any, index: int) -> str:
         """Returns a text of code, options and sizes; layers with equal texts are declared alike."""
-        return description(self.layers(model)[place])
+        return description(self.layers(model)[index])
 
     def loss_adds_up(self, model: Any) -> bool:
         """Returns whether the loss of a batch is the sum of the losses of its rows."""
@@ -283,7 +283,7 @@ class Family(ABC):
         counted = self.count_positions(ids, mask) if positions is None else positions
         side = {
             "ids": cut.take(ids, 1).t().contiguous(),
-            "places": cut.take(counted, 1).t(),
+            "token_positions": cut.take(counted, 1).t(),
             "targets": cut.take(targets_of(batch), 1, IGNORED).t().contiguous(),
             "length": ids.shape[1],
             "loss_scale": loss_scale,

@@ -288,7 +288,7 @@ class Towers:
         """Places the towers where no operator reads them, frozen as in Transformers, where they get no gradient."""
         for parameter in self.parameters:
             parameter.requires_grad_(False)
-        b.place(self.parameters, COPIED)
+        b.record_cut(self.parameters, COPIED)
 
     def _merge(self, x: Tensor, images: Images, rank: int) -> list[Tensor]:
         """Returns the embeddings, and the features that are added behind the first layers, one after the other. On the

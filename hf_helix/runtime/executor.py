@@ -62,7 +62,7 @@ class BoundInstruction:
             further attribute but its unit.
         awaited: the ZeRO-1 flat parameters of the unit; only of computations.
         unit: the unit of the operator.
-        place: index of the unit, and name of the declared operator.
+        operator_key: index of the unit, and name of the declared operator.
         communicates: whether the instruction goes to a communication stream.
         run: the method for the compute stream; only of computations.
         prepare, lane: the method that issues, and its queue; only of communication.
@@ -81,7 +81,7 @@ class BoundInstruction:
             return
         self.adds_to = () if op.part is Part.F else often_adding.get((instruction.unit, op.name), ())
         self.unit = units[instruction.unit]
-        self.place = instruction.unit, op.forward_name
+        self.operator_key = instruction.unit, op.forward_name
         if instruction.gather >= 0:
             flat = self.unit.flat_parameters[op.forward_name]
             assert isinstance(flat, Zero1FlatParameter)
@@ -352,7 +352,7 @@ class Executor:
             for key in step.needs:
                 if key in events:
                     self._wait(events.pop(key))
-        ctx = state.contexts.get(step.place) or state.context_of(*step.place, step.unit)
+        ctx = state.contexts.get(step.operator_key) or state.context_of(*step.operator_key, step.unit)
         # An operator that is recomputed in backward saves nothing in forward.
         ctx.saves_for_backward = state.saves_for_backward and step.keeps
         run = step.method(values) if step.weights else step.run
@@ -361,7 +361,7 @@ class Executor:
         if trace is None:
             outputs = run(ctx, *map(values.__getitem__, step.reads))
         else:
-            label = self.label(state.key[1], step.place[0], op)
+            label = self.label(state.key[1], step.operator_key[0], op)
             trace.note("run", label)
             inputs = [values[key] for key in step.reads]
             outputs = self.streams.compute(lambda: run(ctx, *inputs), label)
@@ -384,9 +384,9 @@ class Executor:
         after = [events[key] for key in step.reads if key in events] if events else ()
         label = op.name
         if trace is not None:
-            label = self.label(state.key[1], step.place[0], op)
+            label = self.label(state.key[1], step.operator_key[0], op)
             trace.note("issue", label)
-        ctx = state.contexts.get(step.place) or state.context_of(*step.place, step.unit)
+        ctx = state.contexts.get(step.operator_key) or state.context_of(*step.operator_key, step.unit)
         outputs, work = step.prepare(ctx, op.part, *inputs)
         event = self.streams.issue(op.kind, work, after, label, step.lane)
         for key, output in zip(step.writes, outputs, strict=True):

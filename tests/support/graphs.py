@@ -196,17 +196,17 @@ def operators_of(program: Iterable[Instruction]) -> list[Instruction]:
     return [instruction for instruction in program if instruction.operator is not None]
 
 
-Place = tuple[int, int, bool, str]
+PassOperator = tuple[int, int, bool, str]
 """Micro-batch, unit, whether forward, operator."""
 
 
-def by_place(program: Iterable[Instruction]) -> dict[Place, Instruction]:
+def by_operator(program: Iterable[Instruction]) -> dict[PassOperator, Instruction]:
     """Every instruction by what it runs; nothing runs twice."""
-    result: dict[Place, Instruction] = {}
+    result: dict[PassOperator, Instruction] = {}
     for i in program:
-        place = i.microbatch, i.unit, i.operator.part is Part.F, i.operator.name
-        assert place not in result, place
-        result[place] = i
+        key = i.microbatch, i.unit, i.operator.part is Part.F, i.operator.name
+        assert key not in result, key
+        result[key] = i
     return result
 
 
@@ -216,7 +216,7 @@ def check_whole_and_in_order(program: Sequence[Instruction], made: Sequence[Inst
     Independent of `validate_program`, and of what flows and works note as needs.
     """
     assert len(program) == len(made)
-    assert by_place(program) == by_place(made)
+    assert by_operator(program) == by_operator(made)
     written_somewhere = {(i.microbatch, key) for i in made for key in i.writes}
     written: set[tuple[int, tuple[int, str]]] = set()
     latest: dict[tuple[int, str, bool], int] = {}

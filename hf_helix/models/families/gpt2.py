@@ -31,11 +31,11 @@ class GPT2(Family):
     def embedding(self, b: Builder, model: Any) -> Unit:
         body, tp = model.transformer, b.tp
 
-        def add_positions(x: Tensor, places: Tensor) -> Tensor:
-            return x + body.wpe(places.chunk(tp.size)[tp.rank])
+        def add_positions(x: Tensor, token_positions: Tensor) -> Tensor:
+            return x + body.wpe(token_positions.chunk(tp.size)[tp.rank])
 
         x = b.reduce_scatter("scatter", b.lookup("lookup", body.wte))
-        x = b.segment("positions", add_positions, x, side=("places",), uses=(body.wpe,), on_shard=True)
+        x = b.segment("positions", add_positions, x, side=("token_positions",), uses=(body.wpe,), on_shard=True)
         return b.build(b.dropout("dropout", body.drop, x))
 
     def layer(self, b: Builder, layer: Any) -> Unit:

@@ -297,7 +297,7 @@ def _shared_attention(
             saved_for_backward=(q, kv, *outputs),
             relative_cost=ATTENTION,
         )
-    b.place([sinks], CUT_DIM_0)
+    b.record_cut([sinks], CUT_DIM_0)
     join = JoinBlocks(value_dtype(attention.module), attention.value_dim, sinks)
     saved = () if sinks is None else outputs
     return b.declare("attention.join", join, value, outputs, saved_for_backward=saved)[0]

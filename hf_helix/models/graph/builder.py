@@ -188,7 +188,7 @@ class Builder:
         self._tensor_operators[name] = tensor_operator
         return operator.writes
 
-    def place(self, parameters: Iterable[Tensor | None], placement: Placement) -> None:
+    def record_cut(self, parameters: Iterable[Tensor | None], placement: Placement) -> None:
         """Records the placement of parameters.
 
         Raises:
@@ -396,10 +396,10 @@ class Builder:
                 f"{type(table.module).__name__}: the noise comes behind all that the embedding does, and is built for "
                 "plain torch.nn.Embedding; use neftune_noise_alpha=None"
             )
-        self.place([copy.weight for copy in table.copies], CUT_DIM_0)
+        self.record_cut([copy.weight for copy in table.copies], CUT_DIM_0)
         for adapter in table.all_adapters():
-            self.place([adapter.down], CUT_DIM_1)
-            self.place([adapter.up], COPIED_SUMMED)
+            self.record_cut([adapter.down], CUT_DIM_1)
+            self.record_cut([adapter.up], COPIED_SUMMED)
         segment = _lookup_segment(table, embedding, self.vocabulary, self.loss_tweaks.neftune_alpha, change)
         return self.declare(name, segment, ())[0]
 
@@ -465,7 +465,7 @@ class Builder:
             self._place_linear(unwrap_peft(head, self.label), CUT_DIM_0, CUT_DIM_0, down=COPIED, up=CUT_DIM_0)
         if below is not None:
             known = {*below, *self._placements}
-            self.place([parameter for parameter in model.parameters() if parameter not in known], COPIED)
+            self.record_cut([parameter for parameter in model.parameters() if parameter not in known], COPIED)
         self._above = self._placements.keys() - read
 
     def _collective(
@@ -505,12 +505,12 @@ class Builder:
         if linear.four_bit is not None:
             self._check_blocks(linear.four_bit, matrix)
             weights.append(linear.four_bit.absmax)
-        self.place(weights, matrix)
-        self.place([copy.bias for copy in linear.copies], bias)
+        self.record_cut(weights, matrix)
+        self.record_cut([copy.bias for copy in linear.copies], bias)
         for adapter in linear.all_adapters():
-            self.place([adapter.down], down)
-            self.place([adapter.up], up)
-            self.place([adapter.bias], bias)
+            self.record_cut([adapter.down], down)
+            self.record_cut([adapter.up], up)
+            self.record_cut([adapter.bias], bias)
 
     def _check_blocks(self, weight: FourBit, matrix: Placement) -> None:
         """Refuses a cut of a weight in 4 bits through its blocks."""
@@ -535,9 +535,9 @@ class Builder:
         rows = _parameters_of([each for each in cut if not isinstance(each, tuple)])
         copied, shares = _parameters_of(uses), dict.fromkeys([*rows, *placed])
         copies = [parameter for parameter in copied if parameter not in shares]
-        self.place(copies, COPIED_SUMMED if on_shard else COPIED)
+        self.record_cut(copies, COPIED_SUMMED if on_shard else COPIED)
         for parameter in shares:
-            self.place([parameter], placed.get(parameter, CUT_DIM_0))
+            self.record_cut([parameter], placed.get(parameter, CUT_DIM_0))
         return list(copied | shares)
 
 

@@ -343,7 +343,7 @@ class _Way:
     ) -> str:
         """Adds the linears of all experts of this rank: weights [experts, features out, features in], or transposed
         [experts, features in, features out], and biases [experts, features out]."""
-        self.b.place([weight, bias], CUT_EXPERTS)
+        self.b.record_cut([weight, bias], CUT_EXPERTS)
         return self.declare(
             key,
             GroupedLinear(weight, self.row_counts, bias, transposed),

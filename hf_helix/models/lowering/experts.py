@@ -19,7 +19,7 @@ from hf_helix.models.lowering.segment_function import SegmentFunction
 from hf_helix.models.lowering.segment_plan import BatchFirstSegment, LocalPositionsSegment, Routing, SegmentPlan
 from hf_helix.models.placement.value_placement import FULL, PARTIAL, SHARD, features_of, is_canonical, name_of
 from hf_helix.models.trace.opaque_calls import CallKind, OpaqueCall
-from hf_helix.models.trace.trace import BATCH, PLACES, SEQUENCE, Underivable, args_of
+from hf_helix.models.trace.trace import BATCH, SEQUENCE, TOKEN_POSITIONS, Underivable, args_of
 from hf_helix.operators.moe.dispatch import COUNTED, RouterMeter
 from hf_helix.operators.param_shard import Placement
 
@@ -91,7 +91,7 @@ class ValueNames:
     ) -> tuple[Callable[..., Any], tuple[str, ...]]:
         """Returns a segment as a function over values [tokens, batch, ...], and the names of its side inputs."""
         bound = segment.bind(self.module)
-        side = tuple(name for name in segment.side if name != PLACES)
+        side = tuple(name for name in segment.side if name != TOKEN_POSITIONS)
         if not side and not mixes:
             return (
                 LocalPositionsSegment(bound, self.b.tp.rank, self.b.tp.size) if segment.side else bound
