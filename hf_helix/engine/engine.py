@@ -23,6 +23,7 @@ from hf_helix.checkpoint.save import save_full, save_pretrained
 from hf_helix.config import AUTO, HelixConfig
 from hf_helix.engine.advice import Advice
 from hf_helix.engine.build import RunOptions, declare, start_runner
+from hf_helix.engine.called_decoder import CalledDecoder
 from hf_helix.engine.checks import (
     check_batch,
     check_model,
@@ -39,7 +40,6 @@ from hf_helix.engine.microbatches import LossScale, WindowMaker, share_lengths
 from hf_helix.engine.optimizer_shards import cut_states, full_weights, host_threads, step_shards, unsharded
 from hf_helix.engine.proof.first_use import prove_on_first_use
 from hf_helix.engine.recompute import modes_of
-from hf_helix.engine.seam import Seam
 from hf_helix.engine.snapshot import Snapshot
 from hf_helix.models.batch_inputs import LOSS_ALONE
 from hf_helix.models.direct_use import (
@@ -139,7 +139,7 @@ class Engine(Diagnostics):
         self._hooks: list[int] = []  # the number of hooks of each module at the last check
         self._has_own_loss = options.loss_tweaks.own
         self.graphs = self._make_graphs()
-        self.seam = self._make_seam() if self._has_own_loss else None
+        self.called_decoder = self._make_called_decoder() if self._has_own_loss else None
         self._refuse_direct_use(instead)
         say(self._summary())
         if config.float8_recipe:
@@ -179,7 +179,7 @@ class Engine(Diagnostics):
         say(f"cuda_graphs={option!r}: windows run without CUDA graphs: {reason or 'another rank has a reason'}")
         return None
 
-    def _make_seam(self) -> Seam:
+    def _make_called_decoder(self) -> CalledDecoder:
         def check(batch: Mapping[str, Any]) -> None:
             agree_on_window([batch], self.mesh.batch_group)
             if is_recording() and self.mesh.device.type != "cpu":
@@ -188,18 +188,18 @@ class Engine(Diagnostics):
                 self.check_value_bounds(batch)
 
         self._divided.share_losses()
-        seam = Seam(self.runner, self._maker, check, self._begin_window, self.plain)
+        called_decoder = CalledDecoder(self.runner, self._maker, check, self._begin_window, self.plain)
         decoder = self.family.decoder(self.base)
-        seam.put_into(decoder)
+        called_decoder.put_into(decoder)
         leave_out_unread(decoder)
-        return seam
+        return called_decoder
 
     def _refuse_direct_use(self, instead: Instead) -> None:
         """Lets the model raise where a call would now work on this rank's part alone."""
         has_parts = is_cut(self.runner.rank_units, self.mesh)
         for model in {self.model, self.base} if has_parts or self.mesh.batch_group is not None else ():
             model._is_cut_by_helix = True
-            if self.seam is None:
+            if self.called_decoder is None:
                 refuse_calls(model, instead, self.plain)
         if has_parts or self.mesh.batch_group is not None:
             run_generation(self.base, self.plain)
@@ -211,7 +211,7 @@ class Engine(Diagnostics):
         self._snapshot.check(with_types=self.mesh.pipe.size > 1 or self.mesh.cp.size > 1)
         hooks = self._snapshot.count_hooks()
         if hooks != self._hooks:
-            check_forwards(self.model, self.base, self.family, self._called, self.seam is not None)
+            check_forwards(self.model, self.base, self.family, self._called, self.called_decoder is not None)
             self._hooks = hooks
 
     def close(self) -> None:
@@ -253,8 +253,8 @@ class Engine(Diagnostics):
         if not self.last_window:
             return None
         result = self._tune(lambda: self.last_window, len(self.last_window), steps_left)
-        assert self.seam is not None
-        self.seam.use(self.runner)
+        assert self.called_decoder is not None
+        self.called_decoder.use(self.runner)
         return result
 
     def _tune(
@@ -378,19 +378,19 @@ class Engine(Diagnostics):
 
     @contextlib.contextmanager
     def _begin_window(self, window: Sequence[MicroBatch]) -> Iterator[None]:
-        """Returns the context of a window of calls, see `Seam`."""
+        """Returns the context of a window of calls, see `CalledDecoder`."""
         self._check_trainable()
         with set_aside(self.runner.rank_units.stepped), self._counted(window):
             yield
 
     def finish_window(self) -> None:
-        """Ends a window of calls, see `Seam`: gradients are complete. Collective."""
-        assert self.seam is not None
-        self.seam.finish()
+        """Ends a window of calls, see `CalledDecoder`: gradients are complete. Collective."""
+        assert self.called_decoder is not None
+        self.called_decoder.finish()
         bounds, self._bounds = self._bounds, []
         if bounds:
             self.limits.raise_if_invalid([torch.stack(bounds).amax(0).tolist()])
-        self.last_window = self.seam.window
+        self.last_window = self.called_decoder.window
         self._divided.note_gradients()
 
     def _make_window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[MicroBatch]:

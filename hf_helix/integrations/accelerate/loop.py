@@ -227,12 +227,12 @@ class HelixModel:
 
     def _train_own(self, loss_of: Loss, batches: Sequence[Any]) -> Tensor:
         """Trains a window with a loss of one's own: each backward pass runs with the next forward pass."""
-        assert self.engine.seam is not None
+        assert self.engine.called_decoder is not None
         self._say(self.engine.tune_calls())
         self.module.train()
         losses = []
         for batch in batches:
-            with self.engine.seam.training(self._step):
+            with self.engine.called_decoder.training(self._step):
                 loss = loss_of(self.module, self._moved(batch)) / len(batches)
                 loss.backward()
             losses.append(loss.detach())

@@ -110,7 +110,7 @@ class WindowHooks(TrainerAttributes):
             The micro-batches, and the number of their tokens with a label, as the stock method.
         """
         batches = list(itertools.islice(epoch_iterator, num_batches))
-        is_called = self.helix.seam is not None
+        is_called = self.helix.called_decoder is not None
         with watched():
             bounds = [] if is_called else [self.helix.value_bounds(batches)]
             of_ranks = agree_on_number(len(batches), device, torch.cat((self._health.state().reshape(1), *bounds)))
@@ -139,7 +139,7 @@ class WindowHooks(TrainerAttributes):
             RuntimeError: in `train()`, a micro-batch of several has changed since the fetch.
         """
         window = self._window
-        if self.helix.seam is not None:
+        if self.helix.called_decoder is not None:
             return self._own_step(model, inputs, num_items_in_batch)
         if window is None:
             agree_on_action("trainer.training_step() is called")
@@ -175,9 +175,9 @@ class WindowHooks(TrainerAttributes):
     def _own_step(self, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
         """Runs the stock step of a micro-batch, whose backward pass runs with the next one; the last micro-batch of a
         window, and one outside of `train()`, completes the gradients."""
-        seam, window, step = self.helix.seam, self._window, self.state.global_step
-        assert seam is not None
-        with seam.training(step), self._gathering():
+        called_decoder, window, step = self.helix.called_decoder, self._window, self.state.global_step
+        assert called_decoder is not None
+        with called_decoder.training(step), self._gathering():
             loss: Tensor = super().training_step(model, inputs, num_items)  # type: ignore[misc]
         self._health.note_losses(loss.detach().reshape(1), step + 1)
         if window is not None:
