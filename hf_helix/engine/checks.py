@@ -181,7 +181,7 @@ def check_placements(model: Any, placements: Mapping[torch.nn.Parameter, Placeme
     if stray:
         raise ValueError(
             f"the declaration of {type(model).__name__} has no operator for {', '.join(stray)}; declare the module "
-            "that holds them with Builder.segment, column_parallel or row_parallel"
+            "that holds them with Builder.autograd, column_parallel or row_parallel"
         )
 
 

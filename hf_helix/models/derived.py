@@ -157,7 +157,7 @@ class DerivedFamily(Family):
         lowering = Lowering(plan, b, layer, start, None if balance is None else balance.choices)
         x, parts = lowering.run(), lowering.parts
         if features is not None:
-            x, features = b.segment_outputs("deepstack", _add_features, ("deepstack", FEATURES), x, features)
+            x, features = b.autograd_outputs("deepstack", _add_features, ("deepstack", FEATURES), x, features)
         more = () if features is None else (features,)
         handed = () if plan.handed is None else (b.indices(HANDED, _same, lowering.value(plan.handed, FULL)),)
         b.record_cut([p for name, p in named if not plan.trace.reads(name)], COPIED)
@@ -223,7 +223,7 @@ class DerivedFamily(Family):
 
     def _last(self, b: Builder, x: str) -> str:
         """Returns the output of the last layer, behind which no features are left."""
-        return b.segment(f"{FEATURES}.end", _same, x, b.input(FEATURES)) if self._has_features else x
+        return b.autograd(f"{FEATURES}.end", _same, x, b.input(FEATURES)) if self._has_features else x
 
     def loss(self, b: Builder, model: Any, x: str) -> str:
         x = self._last(b, x)
@@ -235,7 +235,7 @@ class DerivedFamily(Family):
         x = self._last(b, x)
         _, plan = self._plans_of_ends(model, b.tp.size, b.tp.rank)
         output = Lowering(plan, b, model, {plan.start[0]: x}).run()
-        return b.segment("output", _same, x, compiles=False) if output == x else output
+        return b.autograd("output", _same, x, compiles=False) if output == x else output
 
     def balance(self, model: Any) -> Balance | None:
         """Returns the load-balancing loss of the latest units."""

@@ -272,7 +272,7 @@ class Towers:
             return (merged[0], *features)
 
         b.called += self.modules
-        return b.segment_outputs(
+        return b.autograd_outputs(
             name,
             merge,
             (name, FEATURES) if self.are_deep else (name,),

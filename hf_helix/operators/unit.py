@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from hf_helix.operators.autograd_operator import Add, SumOfGradients
 from hf_helix.operators.base import TensorOperator
 from hf_helix.operators.moe.dispatch import RouterMeter
 from hf_helix.operators.param_shard import Placement
-from hf_helix.operators.segment import Add, SumOfGradients
 from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.operators.zero.host_shard import HostLink, KeptOnHost
 from hf_helix.planning.graph.backward import GraphPair

@@ -34,7 +34,7 @@ def linear(name: str, reads: str, writes: str = "", **options: object) -> Operat
     return compute(name, reads, writes, splits_dgrad_wgrad=True, **options)
 
 
-def segment(name: str, reads: str, writes: str = "", **options: object) -> Operator:
+def autograd(name: str, reads: str, writes: str = "", **options: object) -> Operator:
     """What runs under autograd, and what selective recompute runs again."""
     return compute(name, reads, writes, has_saved_state=True, recompute_when_selective=True, **options)
 
@@ -52,17 +52,17 @@ def pair(name: str, *operators: Operator, inputs: str = "x", outputs: str = "", 
 def llama_layer() -> Graph:
     """A Llama layer under tensor and sequence parallelism: the 14 operators of paper section 4.2."""
     operators = (
-        segment("attn.norm", "x"),
+        autograd("attn.norm", "x"),
         collective("attn.gather", "attn.norm", recompute_when_selective=True),
         linear("attn.qkv", "attn.gather", "attn.qkv.q attn.qkv.k attn.qkv.v"),
-        segment("attention", "attn.qkv.q attn.qkv.k attn.qkv.v"),
+        autograd("attention", "attn.qkv.q attn.qkv.k attn.qkv.v"),
         linear("attn.out", "attention"),
         collective("attn.scatter", "attn.out"),
         compute("attn.add", "x attn.scatter"),
-        segment("mlp.norm", "attn.add"),
+        autograd("mlp.norm", "attn.add"),
         collective("mlp.gather", "mlp.norm", recompute_when_selective=True),
         linear("mlp.up", "mlp.gather", "mlp.up.gate mlp.up.up"),
-        segment("mlp.act", "mlp.up.gate mlp.up.up"),
+        autograd("mlp.act", "mlp.up.gate mlp.up.up"),
         linear("mlp.down", "mlp.act"),
         collective("mlp.scatter", "mlp.down"),
         compute("mlp.add", "attn.add mlp.scatter"),
@@ -106,7 +106,7 @@ LLAMA = {"embedding": EMBEDDING, "layer": GraphPair.of(llama_layer()), "head": H
 
 SMALL_LAYER = pair(
     "layer",
-    segment("norm", "x"),
+    autograd("norm", "x"),
     collective("gather", "norm", recompute_when_selective=True, relative_cost=4),
     linear("up", "gather", relative_cost=4),
     linear("down", "up", relative_cost=4),

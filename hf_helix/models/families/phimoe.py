@@ -61,7 +61,7 @@ class Phimoe(Llama):
             return (*jittered, weights, *part, chosen)
 
         names = ["mlp.jittered"] * (noise > 0) + ["mlp.weights", *record.names(b, "mlp")]
-        outputs = b.segment_outputs(
+        outputs = b.autograd_outputs(
             "mlp.router",
             route,
             names,

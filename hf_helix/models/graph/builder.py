@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hf_helix.models.graph.context import GEMM, LIGHT, TRANSFER, LossTweaks, ParallelContext
 from hf_helix.models.peft import Unwrapped, unwrap_peft
 from hf_helix.models.stock_modules import is_rms_norm
+from hf_helix.operators.autograd_operator import Add, AutogradOperator, Dropout, SumOfParts, cast_for_matmul, compiled
 from hf_helix.operators.base import SplitComputation, TensorOperator, Tensors
 from hf_helix.operators.communication.collectives import AllGather, AllGatherReplicated, ReduceScatter
 from hf_helix.operators.communication.transport import Axis
@@ -24,7 +25,6 @@ from hf_helix.operators.linears.four_bit import FourBit
 from hf_helix.operators.linears.linear import Linear, Projection
 from hf_helix.operators.moe.dispatch import RouterMeter
 from hf_helix.operators.param_shard import COPIED, COPIED_SUMMED, CUT_DIM_0, CUT_DIM_1, Placement, cut_bounds
-from hf_helix.operators.segment import Add, Dropout, Segment, SumOfParts, cast_for_matmul, compiled
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.vocab_parallel import TokenStatistics, cross_entropy, lookup, noisy
 from hf_helix.operators.vocab_tiles import Deferred, HeadInTiles
@@ -121,7 +121,7 @@ class Builder:
         def join(parts: Tensor) -> Tensor:
             return parts.unflatten(0, (axis.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
 
-        return self.declare(name, Segment(join), (value,), relative_cost=LIGHT / 2)[0]
+        return self.declare(name, AutogradOperator(join), (value,), relative_cost=LIGHT / 2)[0]
 
     def take_part(self, name: str, value: str) -> str:
         """Adds the cut of a full sequence that every rank has: this rank's part. The gradient is a partial sum."""
@@ -131,7 +131,7 @@ class Builder:
         def take(whole: Tensor) -> Tensor:
             return whole.chunk(self.tp.size)[self.tp.rank].contiguous()
 
-        return self.declare(name, Segment(take), (value,), relative_cost=LIGHT / 2)[0]
+        return self.declare(name, AutogradOperator(take), (value,), relative_cost=LIGHT / 2)[0]
 
     def sum_over_ranks(self, name: str, value: str) -> str:
         """Adds the sum of a small value [tokens, ...] over the tensor-parallel ranks; each rank uses the sum in its own
@@ -236,7 +236,7 @@ class Builder:
             above=self._above,
         )
 
-    def segment_outputs(
+    def autograd_outputs(
         self,
         name: str,
         function: Callable[..., Tensor | Tensors],
@@ -267,31 +267,31 @@ class Builder:
                 with its cut. Parameters of `uses` may be among them.
             on_shard: whether the inputs are this rank's part of the sequence or of the heads; then gradients of the
                 parameters that are not cut are summed over the ranks.
-            draws: returns whether the function draws random numbers, see `Segment`.
+            draws: returns whether the function draws random numbers, see `AutogradOperator`.
             non_differentiable: the names of further outputs without gradient (indices).
             compiles: whether `HelixConfig(compile=True)` compiles the function; never if the function draws.
             explicit: runs in place of the function, unless the function is compiled.
             relative_cost: a rough time relative to other operators.
-            frees_inputs: see `Segment`.
-            elementwise: see `Segment`.
+            frees_inputs: see `AutogradOperator`.
+            elementwise: see `AutogradOperator`.
         """
         parameters = self._parameters(function, uses, cut, on_shard)
         runs = self.compiled(function) if compiles and not draws else function
         plain, kept = tuple(non_differentiable), explicit if runs is function else None
-        segment = Segment(
+        operator = AutogradOperator(
             runs, parameters, side, draws, len(plain), kept, frees_inputs=frees_inputs, elementwise=elementwise
         )
         fields: dict[str, Any] = {"non_differentiable": plain, "recompute_when_selective": True}
-        return self.declare(name, segment, inputs, (*outputs, *plain), relative_cost=relative_cost, **fields)
+        return self.declare(name, operator, inputs, (*outputs, *plain), relative_cost=relative_cost, **fields)
 
-    def segment(self, name: str, function: Callable[..., Tensor | Tensors], *inputs: str, **options: Any) -> str:
-        """Adds a function of one output; see `segment_outputs` for the options."""
-        return self.segment_outputs(name, function, (name,), *inputs, **options)[0]
+    def autograd(self, name: str, function: Callable[..., Tensor | Tensors], *inputs: str, **options: Any) -> str:
+        """Adds a function of one output; see `autograd_outputs` for the options."""
+        return self.autograd_outputs(name, function, (name,), *inputs, **options)[0]
 
     def indices(self, name: str, function: Callable[..., Any], *inputs: str, **options: Any) -> str:
-        """Adds a function of one output without gradient; see `segment_outputs` for the options."""
+        """Adds a function of one output without gradient; see `autograd_outputs` for the options."""
         options |= {"on_shard": True, "non_differentiable": (name,)}
-        return self.segment_outputs(name, function, (), *inputs, **options)[0]
+        return self.autograd_outputs(name, function, (), *inputs, **options)[0]
 
     def norm(self, name: str, module: nn.Module, value: str, lowers: bool = True) -> str:
         """Adds a norm over this rank's part of the sequence.
@@ -305,7 +305,7 @@ class Builder:
             return cast_for_matmul(module(value)) if lowers else module(value)
 
         explicit = RmsNorm(module, is_rms_norm, lowers)
-        return self.segment(name, norm, value, uses=(module,), on_shard=True, explicit=explicit)
+        return self.autograd(name, norm, value, uses=(module,), on_shard=True, explicit=explicit)
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the function as run under autograd: compiled with `HelixConfig(compile=True)`."""
@@ -400,8 +400,8 @@ class Builder:
         for adapter in table.all_adapters():
             self.record_cut([adapter.down], CUT_DIM_1)
             self.record_cut([adapter.up], COPIED_SUMMED)
-        segment = _lookup_segment(table, embedding, self.vocabulary, self.loss_tweaks.neftune_alpha, change)
-        return self.declare(name, segment, ())[0]
+        operator = _lookup_operator(table, embedding, self.vocabulary, self.loss_tweaks.neftune_alpha, change)
+        return self.declare(name, operator, ())[0]
 
     def loss(self, name: str, logits: str, vocab_size: int) -> str:
         """Adds the cross-entropy of logits cut by vocabulary. Reads side inputs `targets` and `loss_scale`.
@@ -427,7 +427,7 @@ class Builder:
         )
         (value,) = self.declare(f"{name}.statistics", statistics, (logits,), relative_cost=GEMM)
         value = self.replicate(f"{name}.gather", value, self.tp)
-        return self.segment(name, cross_entropy, value, side=("targets", "loss_scale"))
+        return self.autograd(name, cross_entropy, value, side=("targets", "loss_scale"))
 
     def _head_in_tiles(self, logits: str) -> HeadInTiles | None:
         """Returns the linear of the head and a function behind it, for a loss in tiles, and defers both; None where
@@ -446,7 +446,7 @@ class Builder:
                 for name in chain:
                     self._tensor_operators[name] = Deferred(self._tensor_operators[name], head)
                 return head
-            if change is not None or not (isinstance(operator, Segment) and operator.elementwise):
+            if change is not None or not (isinstance(operator, AutogradOperator) and operator.elementwise):
                 return None
             change, (value,) = operator.function, op.reads
         return None
@@ -560,14 +560,14 @@ def _linear(linears: Sequence[Unwrapped], adds_bias: bool = True) -> Linear:
     )
 
 
-def _lookup_segment(
+def _lookup_operator(
     table: Unwrapped,
     embedding: nn.Module,
     axis: Axis,
     neftune_alpha: float | None,
     change: Callable[[Tensor], Tensor] | None,
-) -> Segment:
-    """Returns the segment of a lookup in a table with adapters; `embedding` has the training mode."""
+) -> AutogradOperator:
+    """Returns the operator of a lookup in a table with adapters; `embedding` has the training mode."""
     num_rows = table.weight.shape[0]
     first, _ = cut_bounds(num_rows, axis.size, axis.rank)
     padding = table.module.padding_idx
@@ -590,5 +590,5 @@ def _lookup_segment(
     reads = table.lora is not None  # the gradient of a table does not depend on the table's contents
     if neftune_alpha is not None and axis.rank == 0:  # one of the partial sums brings the noise
         draws, side = (lambda: embedding.training), ("ids", "length")
-        return Segment(find_noisy, parameters, side, draws=draws, backward_reads=reads)
-    return Segment(find, parameters, ("ids",), backward_reads=reads)
+        return AutogradOperator(find_noisy, parameters, side, draws=draws, backward_reads=reads)
+    return AutogradOperator(find, parameters, ("ids",), backward_reads=reads)

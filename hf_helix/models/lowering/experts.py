@@ -101,7 +101,7 @@ class ValueNames:
         return BatchFirstSegment(bound), (*side, "length")
 
     def _used_by(self, segment: SegmentFunction) -> dict[str, Any]:
-        """Returns the modules and parameters of a segment for `Builder.segment`: `uses` (full on all ranks) and
+        """Returns the modules and parameters of a segment for `Builder.autograd`: `uses` (full on all ranks) and
         `cut`."""
         decided = self.plan.placements.decisions.cut.items()
         cut = {
@@ -157,7 +157,7 @@ class Experts(ValueNames):
         of_logits = () if logits is None else (self.choices, self.b.loss_tweaks.own)
         record = RouterRecord(self._meter(chosen), *of_logits)
         name = self._name(weights)
-        value, *parts, choice = self.b.segment_outputs(
+        value, *parts, choice = self.b.autograd_outputs(
             name,
             Routing(function, record, self.module),
             [f"{name}.weights", *record.names(self.b, name)],

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from support.arrays import arrays_of, window_instructions
-from support.graphs import compute, linear, loss_gradient, pair, pipeline_of, profile_of, schedule_of, segment
+from support.graphs import autograd, compute, linear, loss_gradient, pair, pipeline_of, profile_of, schedule_of
 
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Kind, Operator, Part
@@ -39,7 +39,7 @@ def gather(again: bool, ahead: int = 2) -> Operator:
 
 
 def layer(ahead: int = 2) -> GraphPair:
-    operators = segment("norm", "x", **READ), linear("up", "norm", **READ), compute("add", "up")
+    operators = autograd("norm", "x", **READ), linear("up", "norm", **READ), compute("add", "up")
     return pair("layer", gather(True, ahead), *operators, repeats=True)
 
 
