@@ -313,7 +313,11 @@ class _Scheduler(AcceleratedScheduler):
         self._steps = dp_size if linked and not accelerator.split_batches else 1
         accelerator._schedulers.append(self)
 
-    @overrides("AcceleratedScheduler", "the learning rate would change too fast where ranks share a batch", caller=None)
+    @overrides(
+        "AcceleratedScheduler",
+        otherwise="the learning rate would change too fast where ranks share a batch",
+        caller=None,
+    )
     def step(self, *args: Any, **kwargs: Any) -> None:
         for _ in range(self._steps):
             if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf):

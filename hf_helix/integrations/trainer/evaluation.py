@@ -54,7 +54,7 @@ def _full(value: Any) -> Any:
 class EvaluationHooks(TrainerAttributes):
     """The part of `HelixTrainerMixin` that evaluates."""
 
-    @overrides("Trainer", "metrics could be wrong, and a failing rank would leave the others waiting")
+    @overrides("Trainer", otherwise="metrics could be wrong, and a failing rank would leave the others waiting")
     def evaluation_loop(
         self,
         dataloader: Any,
@@ -79,7 +79,7 @@ class EvaluationHooks(TrainerAttributes):
             arguments = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
             return super().evaluation_loop(*arguments)  # type: ignore[misc]
 
-    @overrides("Trainer", "the cut model would be called, which is an error")
+    @overrides("Trainer", otherwise="the cut model would be called, which is an error")
     def prediction_step(
         self,
         model: nn.Module,

@@ -76,14 +76,16 @@ class WindowHooks(TrainerAttributes):
 
     _window: FetchedWindow | None = None
 
-    @overrides("Trainer", "a loss of the user's own would be ignored without a word")
+    @overrides("Trainer", otherwise="a loss of the user's own would be ignored without a word")
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """Prepares as the stock method does. Raises ValueError if an override would have no effect."""
         check_overrides(self)
         self._window = None  # an earlier run may have been stopped inside a window
         return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
 
-    @overrides("Trainer", "evaluations would leave outputs out without a word", needs=("ignore_keys_for_eval",))
+    @overrides(
+        "Trainer", otherwise="evaluations would leave outputs out without a word", needs=("ignore_keys_for_eval",)
+    )
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Trains as the stock method does. Raises ValueError if evaluations would return outputs beside the logits."""
         evaluates = self.args.eval_strategy != "no" or self.args.eval_on_start
@@ -91,7 +93,7 @@ class WindowHooks(TrainerAttributes):
             check_outputs(self.model.config, kwargs.get("ignore_keys_for_eval"))
         return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
 
-    @overrides("Trainer", "ranks that share a batch would draw differently in workers")
+    @overrides("Trainer", otherwise="ranks that share a batch would draw differently in workers")
     def get_train_dataloader(self) -> Any:
         """Returns the stock loader, with equal worker seeds on the ranks that share a batch."""
         loader = super().get_train_dataloader()  # type: ignore[misc]
@@ -100,7 +102,7 @@ class WindowHooks(TrainerAttributes):
             stock.worker_init_fn = functools.partial(seed, rank=rank() // self.helix_config.ranks_per_batch)
         return loader
 
-    @overrides("Trainer", "there would be no window to interleave, and ranks with different data would hang")
+    @overrides("Trainer", otherwise="there would be no window to interleave, and ranks with different data would hang")
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """Collects the micro-batches of an optimizer step and keeps them for `training_step`. Collective.
 
@@ -126,7 +128,7 @@ class WindowHooks(TrainerAttributes):
             self._say_tuning(self.helix.tune(ready, scale, self.state.global_step, self._steps_left))
         return samples, num_items
 
-    @overrides("Trainer", "the cut model would be called, which is an error")
+    @overrides("Trainer", otherwise="the cut model would be called, which is an error")
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Runs forward and backward of a micro-batch. The first call of a window runs the full window. Collective.
 
@@ -258,11 +260,11 @@ class WindowHooks(TrainerAttributes):
                 "the loss that it returns"
             )
 
-    @overrides("Trainer", "each rank would clip by the norm of its own part of the gradient")
+    @overrides("Trainer", otherwise="each rank would clip by the norm of its own part of the gradient")
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self.helix.clip_gradients(self.args.max_grad_norm)
 
-    @overrides("Trainer", "the log would show the norm of one rank's part, and nan would not end the run")
+    @overrides("Trainer", otherwise="the log would show the norm of one rank's part, and nan would not end the run")
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         self._check_window_ran()
         norm = self.helix.gradient_norm() if grad_norm is None else grad_norm
