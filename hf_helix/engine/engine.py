@@ -77,8 +77,8 @@ from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.notices import say
 from hf_helix.tuning.cache import fingerprint
 from hf_helix.tuning.candidates import calibrate_link
+from hf_helix.tuning.result_text import TuningResult
 from hf_helix.tuning.tuner import TUNED_MICROBATCHES, Tuner
-from hf_helix.tuning.verdict import TuningResult
 
 
 class Engine(Diagnostics):

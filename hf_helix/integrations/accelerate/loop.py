@@ -45,7 +45,7 @@ from hf_helix.runtime.environment import check_environment
 from hf_helix.runtime.failures.heartbeat import start_watch, watched
 from hf_helix.runtime.notices import say
 from hf_helix.tuning.cache import shared_options
-from hf_helix.tuning.verdict import TuningResult
+from hf_helix.tuning.result_text import TuningResult
 
 logger = get_logger(__name__)
 
@@ -223,7 +223,7 @@ class HelixModel:
 
     def _say(self, tuning: TuningResult | None) -> None:
         if tuning is not None:
-            say(f"{tuning.verdict} (details: print(model.engine.tuning))")
+            say(f"{tuning.summary} (details: print(model.engine.tuning))")
 
     def _train_own(self, loss_of: Loss, batches: Sequence[Any]) -> Tensor:
         """Trains a window with a loss of one's own: each backward pass runs with the next forward pass."""

@@ -66,7 +66,7 @@ from hf_helix.runtime.failures.values import Health
 from hf_helix.tuning.budget import BASELINE
 from hf_helix.tuning.cache import shared_options
 from hf_helix.tuning.candidates import PAPER, Comparison
-from hf_helix.tuning.verdict import TuningResult
+from hf_helix.tuning.result_text import TuningResult
 
 logger = get_logger(__name__)
 

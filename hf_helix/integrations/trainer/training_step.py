@@ -30,7 +30,7 @@ from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.notices import say
 from hf_helix.tuning.cache import export
-from hf_helix.tuning.verdict import TuningResult
+from hf_helix.tuning.result_text import TuningResult
 
 
 class FetchedWindow:
@@ -212,9 +212,9 @@ class WindowHooks(TrainerAttributes):
             folder = Path(str(self.args.output_dir), "helix")
             try:
                 export(folder, tuning, self.helix.plan.to_json())
-                say(f"{tuning.verdict} (details: {folder / 'tuning.txt'})")
+                say(f"{tuning.summary} (details: {folder / 'tuning.txt'})")
             except OSError as error:
-                say(f"{tuning.verdict} (details: print(trainer.tuning), since {folder} cannot be written: {error})")
+                say(f"{tuning.summary} (details: print(trainer.tuning), since {folder} cannot be written: {error})")
 
     @property
     def _num_parts(self) -> int:
