@@ -79,11 +79,11 @@ class Declared(NamedTuple):
 
     Attributes:
         rank_units: the units of the model, with this rank's part of them.
-        called: the modules whose forwards run as operators or before them, see `check_forwards`.
+        modules_run_as_is: the modules whose forwards run as operators or before them, see `check_forwards`.
     """
 
     rank_units: RankUnits
-    called: Sequence[nn.Module]
+    modules_run_as_is: Sequence[nn.Module]
 
 
 def declare(
@@ -144,9 +144,9 @@ def declare(
         units = number_distinct_graphs(apply_zero3(units, mesh.shard_axes, autocast_dtype, host_link))
     if config.shard_optimizer or host_link is not None:
         units = apply_zero1(units, mesh.shard_axes, autocast_dtype, host_link)
-    called = [*family.side_modules(base), *(module for unit in units for module in unit.called)]
+    modules_run_as_is = [*family.side_modules(base), *(module for unit in units for module in unit.modules_run_as_is)]
     if layer_indices is None:
-        check_forwards(model, base, family, called, loss_tweaks.own)
+        check_forwards(model, base, family, modules_run_as_is, loss_tweaks.own)
         check_placements(model, placements)
     rank_units = place_units(
         units,
@@ -160,7 +160,7 @@ def declare(
         family.first_least,
     )
     layout = layout_with_gathers(_with_reductions(rank_units, config, mesh), rank_units.all_units, mesh)
-    return Declared(replace(rank_units, layout=replace(layout, on_host=host_link is not None)), called)
+    return Declared(replace(rank_units, layout=replace(layout, on_host=host_link is not None)), modules_run_as_is)
 
 
 def _with_reductions(rank_units: RankUnits, config: HelixConfig, mesh: Mesh) -> Layout:

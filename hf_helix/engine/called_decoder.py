@@ -34,7 +34,7 @@ from hf_helix.operators.communication.collectives import prepare_all_gather
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.planning.window.layout import Key
 from hf_helix.runtime.deferred_backward import DecoderCall, DeferredBackward
-from hf_helix.runtime.divided import calling, is_calling, is_recording, recording
+from hf_helix.runtime.divided import is_recording, is_running_model_code, recording, running_model_code
 from hf_helix.runtime.gradients.reduce import set_aside
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
@@ -80,7 +80,7 @@ class CalledDecoder:
         maker: WindowMaker,
         check: Callable[[Mapping[str, Any]], object] = lambda batch: None,
         open_window: OpenWindow | None = None,
-        running: Callable[[], AbstractContextManager[object]] = calling,
+        running: Callable[[], AbstractContextManager[object]] = running_model_code,
     ) -> None:
         self.step = 0
         self.deferred_backward = DeferredBackward(runner)
@@ -107,7 +107,7 @@ class CalledDecoder:
         self._is_last_normed = getattr(config, "tie_last_hidden_states", True) is not False
 
         def forward(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if is_calling():
+            if is_running_model_code():
                 return stock(*args, **kwargs)
             named = dict(parameters.bind(*args, **kwargs).arguments)
             named |= named.pop(rest, {})

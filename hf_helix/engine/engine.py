@@ -69,7 +69,14 @@ from hf_helix.runtime.distributed.agreement import (
     sum_over_ranks,
 )
 from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.runtime.divided import DividedParameters, calling, full_of, is_calling, is_recording, plain_parameters
+from hf_helix.runtime.divided import (
+    DividedParameters,
+    full_of,
+    is_recording,
+    is_running_model_code,
+    plain_parameters,
+    running_model_code,
+)
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.failures.values import value_bounds
 from hf_helix.runtime.gradients.reduce import gradient_norm, set_aside
@@ -129,12 +136,12 @@ class Engine(Diagnostics):
         warn_random_start(model, options.weights, options.seed)
         self._advice = Advice(base, mesh, options.autocast_dtype)
         declared = declare(model, config, mesh, modes, options.loss_tweaks, autocast_dtype=options.autocast_dtype)
-        self._called = declared.called
+        self._modules_run_as_is = declared.modules_run_as_is
         self.runner = start_runner(model, declared.rank_units, config, mesh, options, self._choose_plan)
         self._parameters = tuple(model.parameters())
         self._trained_then: list[bool] = []  # whether the last window trained each of them
         self._divided = DividedParameters(model, self.runner.rank_units, mesh, full)
-        self._snapshot = Snapshot(model, self._called)
+        self._snapshot = Snapshot(model, self._modules_run_as_is)
         self._bounds: list[Tensor] = []  # of the calls of a window, see `value_bounds`
         self._hooks: list[int] = []  # the number of hooks of each module at the last check
         self._has_own_loss = options.loss_tweaks.own
@@ -211,7 +218,7 @@ class Engine(Diagnostics):
         self._snapshot.check(with_types=self.mesh.pipe.size > 1 or self.mesh.cp.size > 1)
         hooks = self._snapshot.count_hooks()
         if hooks != self._hooks:
-            check_forwards(self.model, self.base, self.family, self._called, self.called_decoder is not None)
+            check_forwards(self.model, self.base, self.family, self._modules_run_as_is, self.called_decoder is not None)
             self._hooks = hooks
 
     def close(self) -> None:
@@ -462,10 +469,10 @@ class Engine(Diagnostics):
         Every rank enters the context. Ranks that share a batch call the model on equal values, and draw the same random
         numbers. Linears and lookups run over slices; other cut weights, such as experts, are gathered once.
         """
-        if is_calling() or is_direct_use_allowed():
+        if is_running_model_code() or is_direct_use_allowed():
             yield self.model
             return
-        with unsharded(self.runner.rank_units, "the model is called without gradients"), calling():
+        with unsharded(self.runner.rank_units, "the model is called without gradients"), running_model_code():
             self.mesh.share_random_state()
             yield self.model
 

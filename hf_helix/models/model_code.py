@@ -44,20 +44,22 @@ _HOOKS = {
 }
 
 
-def check_forwards(model: Any, base: Any, family: Family, called: Iterable[nn.Module], own_loss: bool = False) -> None:
+def check_forwards(
+    model: Any, base: Any, family: Family, modules_run_as_is: Iterable[nn.Module], own_loss: bool = False
+) -> None:
     """Refuses hooks and code that would never run.
 
     Args:
         model: the given model, perhaps a `PeftModel`.
         base: the Transformers model inside a `PeftModel`, or the model.
         family: the family of the model.
-        called: the submodules that operators call.
+        modules_run_as_is: the submodules that operators call.
         own_loss: whether the model is called, so that all code above its decoder runs.
 
     Raises:
         ValueError: names the hooks and code, and the remedy.
     """
-    runs = {id(module) for given in called for module in given.modules()}
+    runs = {id(module) for given in modules_run_as_is for module in given.modules()}
     if own_loss:
         runs |= {id(module) for module in model.modules()} - {id(module) for module in family.decoder(base).modules()}
     is_own = getattr(transformers, family.model_class, None) is None

@@ -271,7 +271,7 @@ class Towers:
             features = [torch.cat([x[:0], *merged[1:]])] if self.are_deep else []
             return (merged[0], *features)
 
-        b.called += self.modules
+        b.modules_run_as_is += self.modules
         return b.autograd_outputs(
             name,
             merge,

@@ -37,7 +37,7 @@ class Unit:
         operators: by their declared names.
         placements: each parameter with its cut.
         meters: the counts of its routers.
-        called: the submodules that operators call unchanged, hooks included; of other submodules operators read the
+        modules_run_as_is: the submodules that operators call, hooks included; of other submodules operators read the
             weights.
         logits: of the head, the input of the loss: the logits of the model's own forward.
         loss_shape: of the head's output: a scalar, or a loss followed by figures; None where a caller computes losses.
@@ -50,7 +50,7 @@ class Unit:
     operators: Mapping[str, TensorOperator]
     placements: Mapping[torch.nn.Parameter, Placement]
     meters: Sequence[RouterMeter] = ()
-    called: Sequence[torch.nn.Module] = ()
+    modules_run_as_is: Sequence[torch.nn.Module] = ()
     logits: str | None = None
     loss_shape: tuple[int, ...] | None = ()
     above: Collection[torch.nn.Parameter] = ()
@@ -129,5 +129,5 @@ class Unit:
         own = {each: added[each] if each in added else self.operators[each] for each in names}
         read = {parameter for operator in own.values() for parameter in operator.parameters}
         placements = {parameter: placed for parameter, placed in self.placements.items() if parameter in read}
-        kept = {"called": self.called, "logits": self.logits, "loss_shape": self.loss_shape}
+        kept = {"modules_run_as_is": self.modules_run_as_is, "logits": self.logits, "loss_shape": self.loss_shape}
         return Unit.of(part, own, label=self.label, placements=placements, **kept)

@@ -536,7 +536,7 @@ def reason_against_graph(runner: Runner, leaves: Iterable[Any]) -> str | None:
         if not isinstance(leaf, Tensor | int | float | str | None):
             return f"attention takes a {type(leaf).__name__} with every batch, which is no tensor"
     for unit in runner.rank_units.units.values():
-        for module in unit.called:
+        for module in unit.modules_run_as_is:
             if any(map(has_hooks, module.modules())):
                 return f"a part of {unit.label} ({type(module).__name__}) has hooks, which a graph would not call"
     return None

@@ -50,7 +50,7 @@ class Builder:
 
     Attributes:
         meters: counters of the unit's routers.
-        called: the submodules called by operators as they are.
+        modules_run_as_is: the submodules called by operators as they are.
         logits: the value read by the loss; None in units without a loss.
         shown: the values that a caller of the decoder may read, see `Graph`.
     """
@@ -73,7 +73,7 @@ class Builder:
         self.vocabulary = sharing.vocabulary or sharing.tp
         self.repeats = repeats
         self.meters: list[RouterMeter] = []
-        self.called: list[nn.Module] = []
+        self.modules_run_as_is: list[nn.Module] = []
         self.logits: str | None = None
         self.shown: list[str] = []
         self._declared: list[Operator] = []
@@ -230,7 +230,7 @@ class Builder:
             label=self.label,
             placements=self._placements,
             meters=tuple(self.meters),
-            called=tuple(self.called),
+            modules_run_as_is=tuple(self.modules_run_as_is),
             logits=self.logits,
             loss_shape=None if self.loss_tweaks.own else (3,) if self.loss_tweaks.figures else (),
             above=self._above,
@@ -530,7 +530,7 @@ class Builder:
         """Returns the parameters differentiated by a function under autograd: full copies, and cut parameters."""
         if isinstance(function, nn.Module):
             uses = () if any(function is each for each in cut) else (function,)
-        self.called += [used for used in (*uses, *cut) if isinstance(used, nn.Module)]
+        self.modules_run_as_is += [used for used in (*uses, *cut) if isinstance(used, nn.Module)]
         placed = dict(each for each in cut if isinstance(each, tuple))
         rows = _parameters_of([each for each in cut if not isinstance(each, tuple)])
         copied, shares = _parameters_of(uses), dict.fromkeys([*rows, *placed])

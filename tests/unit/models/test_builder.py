@@ -93,7 +93,7 @@ def test_parameters_of_segments_are_copied_or_cut() -> None:
         norm.weight: rows,
         norm.bias: rows,
     }
-    assert unit.called == (norm, others)
+    assert unit.modules_run_as_is == (norm, others)
     assert [len(unit.operators[name].parameters) for name in "abc"] == [2, 2, 3]
     c = builder_of_layer()
     assert c.build(c.autograd("d", lambda x: x, "x", uses=(gain,))).placements == {gain: COPIED}
