@@ -131,7 +131,7 @@ def declare(
         units, modes, counts = cut_layers(units, modes, layer_ranks(placement, mesh.pipe.size), config.layers_per_stage)
     units = recompute_units(units, modes, mesh.host_link)
     placements = {p: placed for unit in units for p, placed in unit.placements.items()}
-    make_buffers, of_slice = family.empty(base, mesh.tp.size, loss_tweaks.own), None
+    make_buffers, of_slice = family.empty(base, mesh.tp.size, loss_tweaks.ends_at_decoder), None
     if config.spread_vocabulary:
         table, head = _ends_of(base, loss_tweaks)
         dtype = autocast_dtype or head.dtype
@@ -146,7 +146,7 @@ def declare(
         units = apply_zero1(units, mesh.shard_axes, autocast_dtype, host_link)
     modules_run_as_is = [*family.side_modules(base), *(module for unit in units for module in unit.modules_run_as_is)]
     if layer_indices is None:
-        check_forwards(model, base, family, modules_run_as_is, loss_tweaks.own)
+        check_forwards(model, base, family, modules_run_as_is, loss_tweaks.ends_at_decoder)
         check_placements(model, placements)
     rank_units = place_units(
         units,
@@ -184,7 +184,7 @@ def _ends_of(base: Any, loss_tweaks: LossTweaks) -> tuple[nn.Parameter, nn.Param
         ValueError: the run has no loss of logits over a vocabulary.
     """
     head = base.get_output_embeddings()
-    if head is None or loss_tweaks.own:
+    if head is None or loss_tweaks.ends_at_decoder:
         why = "its loss is computed by code of the caller" if head is not None else "it has no head over the vocabulary"
         raise ValueError(
             f"spread_vocabulary=True with {type(base).__name__}: {why}, and the slices compute the built-in loss; use "

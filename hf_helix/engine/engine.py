@@ -144,9 +144,9 @@ class Engine(Diagnostics):
         self._snapshot = Snapshot(model, self._modules_run_as_is)
         self._bounds: list[Tensor] = []  # of the calls of a window, see `value_bounds`
         self._hooks: list[int] = []  # the number of hooks of each module at the last check
-        self._has_own_loss = options.loss_tweaks.own
+        self.ends_at_decoder = options.loss_tweaks.ends_at_decoder
         self.graphs = self._make_graphs()
-        self.called_decoder = self._make_called_decoder() if self._has_own_loss else None
+        self.called_decoder = self._make_called_decoder() if self.ends_at_decoder else None
         self._refuse_direct_use(instead)
         say(self._summary())
         if config.float8_recipe:
@@ -180,7 +180,7 @@ class Engine(Diagnostics):
         option = self.config.cuda_graphs
         if not option or (option == AUTO and self.mesh.device.type == "cpu"):
             return None
-        reason = reason_against_all_graphs(self.mesh, self.runner, self.config, self._has_own_loss)
+        reason = reason_against_all_graphs(self.mesh, self.runner, self.config, self.ends_at_decoder)
         if not sum_over_ranks([reason is not None])[0]:
             return WindowGraphs(say, option=option, switches=self._snapshot.switches)
         say(f"cuda_graphs={option!r}: windows run without CUDA graphs: {reason or 'another rank has a reason'}")
@@ -206,7 +206,7 @@ class Engine(Diagnostics):
         has_parts = is_cut(self.runner.rank_units, self.mesh)
         for model in {self.model, self.base} if has_parts or self.mesh.batch_group is not None else ():
             model._is_cut_by_helix = True
-            if self.called_decoder is None:
+            if not self.ends_at_decoder:
                 refuse_calls(model, instead, self.plain)
         if has_parts or self.mesh.batch_group is not None:
             run_generation(self.base, self.plain)
@@ -218,7 +218,7 @@ class Engine(Diagnostics):
         self._snapshot.check(with_types=self.mesh.pipe.size > 1 or self.mesh.cp.size > 1)
         hooks = self._snapshot.count_hooks()
         if hooks != self._hooks:
-            check_forwards(self.model, self.base, self.family, self._modules_run_as_is, self.called_decoder is not None)
+            check_forwards(self.model, self.base, self.family, self._modules_run_as_is, self.ends_at_decoder)
             self._hooks = hooks
 
     def close(self) -> None:

@@ -179,9 +179,9 @@ class DerivedFamily(Family):
         layer_indices: Collection[int] | None = None,
     ) -> list[Unit]:
         with refusing(model):
-            own = loss_tweaks is not None and loss_tweaks.own
-            self._balance = None if own else balance_of(model)
-            self._ends_at_decoder = not self._has_head or own
+            ends = loss_tweaks is not None and loss_tweaks.ends_at_decoder
+            self._balance = None if ends else balance_of(model)
+            self._ends_at_decoder = not self._has_head or ends
             return super().units(model, sharing, loss_tweaks, layer_indices)
 
     def layer_key(self, model: Any, index: int) -> str:
@@ -197,8 +197,8 @@ class DerivedFamily(Family):
         features = (FEATURES,) if self._has_features else ()
         return b.build(x, *self.balance_start(b, model), *features, *handed)
 
-    def empty(self, model: Any, tp_size: int, own: bool = False) -> Callable[[Mapping[str, Any]], Tensors]:
-        make, trace = super().empty(model, tp_size, own), self._kind(0, 1, 0).trace
+    def empty(self, model: Any, tp_size: int, ends_at_decoder: bool = False) -> Callable[[Mapping[str, Any]], Tensors]:
+        make, trace = super().empty(model, tp_size, ends_at_decoder), self._kind(0, 1, 0).trace
         handed = trace.handed
         if self._has_features:  # behind the first pipeline stage none are left
             return lambda side: (*(made := make(side)), made[0].new_empty(0, *made[0].shape[1:]))

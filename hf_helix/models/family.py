@@ -96,7 +96,7 @@ class Family(ABC):
 
     def balance_start(self, b: Builder, model: Any) -> tuple[str, ...]:
         """Adds the values that the embedding passes to the layers after `x`: sums of the load-balancing loss."""
-        balance = None if b.loss_tweaks.own else self.balance(model)
+        balance = None if b.loss_tweaks.ends_at_decoder else self.balance(model)
         return () if balance is None else (balance.start(b),)
 
     def output(self, b: Builder, model: Any, below: Collection[nn.Parameter] | None) -> Unit:
@@ -198,7 +198,7 @@ class Family(ABC):
             b = Builder("layer", f"layers.{index}", sharing, repeats=True, loss_tweaks=loss_tweaks)
             units.append(self.layer(b, layer))
         b = Builder("head", "head", sharing, loss_tweaks=loss_tweaks)
-        if not b.loss_tweaks.own:
+        if not b.loss_tweaks.ends_at_decoder:
             units.append(self.head(b, model))
         else:
             below = {parameter for unit in units for parameter in unit.placements}
@@ -229,17 +229,17 @@ class Family(ABC):
         """Returns the rows of the table of positions; None where every position has an embedding."""
         return None
 
-    def empty(self, model: Any, tp_size: int, own: bool = False) -> Callable[[Mapping[str, Any]], Tensors]:
+    def empty(self, model: Any, tp_size: int, ends_at_decoder: bool = False) -> Callable[[Mapping[str, Any]], Tensors]:
         """Returns a function of the side inputs that allocates a layer's outputs: [sequence shard, batch, hidden], and
         the sums of a load-balancing loss. Called after the units are declared and before the model is cut.
 
         Args:
             model: the Transformers model.
             tp_size: the number of tensor-parallel ranks.
-            own: whether the loss is the caller's own, so that layers pass no sums on.
+            ends_at_decoder: whether the caller computes the loss, so that layers pass no sums on.
         """
         weight = model.get_input_embeddings().weight
-        hidden, dtype, balance = weight.shape[1], weight.dtype, None if own else self.balance(model)
+        hidden, dtype, balance = weight.shape[1], weight.dtype, None if ends_at_decoder else self.balance(model)
 
         def make(side: Mapping[str, Any]) -> Tensors:
             ids = side["ids"]

@@ -40,7 +40,8 @@ class Unit:
         modules_run_as_is: the submodules that operators call, hooks included; of other submodules operators read the
             weights.
         logits: of the head, the input of the loss: the logits of the model's own forward.
-        loss_shape: of the head's output: a scalar, or a loss followed by figures; None where a caller computes losses.
+        loss_shape: of the head's output: a scalar, or a loss followed by figures.
+        ends_at_decoder: of the last unit, whether its output is the decoder's, and a caller computes losses.
         above: the parameters above the decoder, which no operator reads: those of code of the caller's.
         flat_parameters: by the values of gathered weights, also of backward; empty where every rank keeps all weights.
     """
@@ -52,7 +53,8 @@ class Unit:
     meters: Sequence[RouterMeter] = ()
     modules_run_as_is: Sequence[torch.nn.Module] = ()
     logits: str | None = None
-    loss_shape: tuple[int, ...] | None = ()
+    loss_shape: tuple[int, ...] = ()
+    ends_at_decoder: bool = False
     above: Collection[torch.nn.Parameter] = ()
     flat_parameters: Mapping[str, FlatParameter] = field(default_factory=dict)
 
@@ -129,5 +131,10 @@ class Unit:
         own = {each: added[each] if each in added else self.operators[each] for each in names}
         read = {parameter for operator in own.values() for parameter in operator.parameters}
         placements = {parameter: placed for parameter, placed in self.placements.items() if parameter in read}
-        kept = {"modules_run_as_is": self.modules_run_as_is, "logits": self.logits, "loss_shape": self.loss_shape}
+        kept = {
+            "modules_run_as_is": self.modules_run_as_is,
+            "logits": self.logits,
+            "loss_shape": self.loss_shape,
+            "ends_at_decoder": self.ends_at_decoder,
+        }
         return Unit.of(part, own, label=self.label, placements=placements, **kept)

@@ -505,12 +505,12 @@ class WindowGraphs:
             self._tell(f"cuda_graphs={self._option!r}: {text}")
 
 
-def reason_against_all_graphs(mesh: Mesh, runner: Runner, config: HelixConfig, has_own_loss: bool) -> str | None:
-    """Returns why no window of a run is captured, if so; with `has_own_loss` the caller computes the loss between the
-    passes."""
+def reason_against_all_graphs(mesh: Mesh, runner: Runner, config: HelixConfig, ends_at_decoder: bool) -> str | None:
+    """Returns why no window of a run is captured, if so; with `ends_at_decoder` the caller computes the loss between
+    the passes."""
     if mesh.device.type != "cuda":
         return f"the model is on a {mesh.device.type} device"
-    if has_own_loss:
+    if ends_at_decoder:
         return "the loss is computed by code outside of the model, between passes whose values move from call to call"
     if config.offload or config.recompute == OFFLOAD:
         return "gradients lie elsewhere on the host in every window (offload), and a graph copies them where they lay"

@@ -283,7 +283,9 @@ class _Copy:
     def declare(self) -> Declared:
         """The cut of the copy, on this rank alone."""
         modes = modes_of(family_of(self.model).layers(self.model), None, self.config)
-        return declare(self.model, self.config, self.mesh, modes, LossTweaks(own=ends_at_decoder(self.model)))
+        return declare(
+            self.model, self.config, self.mesh, modes, LossTweaks(ends_at_decoder=ends_at_decoder(self.model))
+        )
 
     # -- windows -------------------------------------------------------------------------------------------------
 

@@ -140,7 +140,7 @@ def _cut(
             seed=chosen[0],
             num_microbatches=steps,
             autocast_dtype=torch.bfloat16 if mixed == "bf16" else None,
-            loss_tweaks=LossTweaks(own=loss is not None),
+            loss_tweaks=LossTweaks(ends_at_decoder=loss is not None),
             weights=weights,
         ),
         USE_INSTEAD,

@@ -71,7 +71,7 @@ class EvaluationHooks(TrainerAttributes):
         check_overrides(self)
         check_evaluation(getattr(dataloader, "dataset", None), self.helix.mesh.dp_size)
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        if not loss_only and self.helix.called_decoder is None:
+        if not loss_only and not self.helix.ends_at_decoder:
             check_outputs(self.model.config, ignore_keys)
         with watched():
             agree_on_action(f"trainer.{'predict' if description == 'Prediction' else 'evaluate'}() is called")
@@ -92,7 +92,7 @@ class EvaluationHooks(TrainerAttributes):
         Returns:
             The loss, the logits [batch, sequence, vocabulary] and the labels, as the stock method.
         """
-        if self.helix.called_decoder is not None:
+        if self.helix.ends_at_decoder:
             return self._own_prediction(model, inputs, prediction_loss_only, ignore_keys)
         keeps = not prediction_loss_only and "logits" not in (ignore_keys or ())
         if not prediction_loss_only:

@@ -128,7 +128,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         self._loss_function = call.get("compute_loss_func")
         precompute_once(self, self._plugin.build_mesh(arguments.device))
         super().__init__(*call.positional, **call.named)
-        if self._own_loss:
+        if self._has_own_loss:
             self._cut(self.model)
             if counts_once:
                 count_batches_once(self, ranks_per_batch)
@@ -182,8 +182,8 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
     def _take_model(self, model: Any) -> None:
         """Cuts the model that a class hands to `Trainer.__init__`; one that its own code calls is cut when that code
         has made what else it needs of the whole model."""
-        self._own_loss = has_own_loss(self, model, self._loss_function)
-        if not self._own_loss:
+        self._has_own_loss = has_own_loss(self, model, self._loss_function)
+        if not self._has_own_loss:
             self._cut(model)
         elif self.helix_config.ranks_per_batch > 1 or self.helix_config.shard_parameters:
             mesh = self._plugin.build_mesh(self.args.device)
@@ -204,7 +204,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             before.close()
         watch_steps(self.helix)
         model._is_accelerate_prepared = True  # nothing is left to wrap
-        if self._own_loss:
+        if self._has_own_loss:
             run_in_mixed_precision(model, self.accelerator)
             cut_fused_head()
 
@@ -220,8 +220,8 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         )
 
     def _loss_tweaks(self, args: TrainingArguments) -> LossTweaks:
-        if self._own_loss:
-            return LossTweaks(neftune_alpha=args.neftune_noise_alpha, own=True)
+        if self._has_own_loss:
+            return LossTweaks(neftune_alpha=args.neftune_noise_alpha, ends_at_decoder=True)
         return LossTweaks(args.label_smoothing_factor, args.neftune_noise_alpha, self._stock.figures)
 
     @overrides("Trainer", otherwise="parameters that are spread would keep memory")

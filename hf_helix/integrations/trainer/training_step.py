@@ -89,7 +89,7 @@ class WindowHooks(TrainerAttributes):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Trains as the stock method does. Raises ValueError if evaluations would return outputs beside the logits."""
         evaluates = self.args.eval_strategy != "no" or self.args.eval_on_start
-        if not self._own_loss and self.compute_metrics is not None and evaluates:
+        if not self._has_own_loss and self.compute_metrics is not None and evaluates:
             check_outputs(self.model.config, kwargs.get("ignore_keys_for_eval"))
         return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
 
@@ -112,16 +112,16 @@ class WindowHooks(TrainerAttributes):
             The micro-batches, and the number of their tokens with a label, as the stock method.
         """
         batches = list(itertools.islice(epoch_iterator, num_batches))
-        is_called = self.helix.called_decoder is not None
+        ends_at_decoder = self.helix.ends_at_decoder
         with watched():
-            bounds = [] if is_called else [self.helix.value_bounds(batches)]
+            bounds = [] if ends_at_decoder else [self.helix.value_bounds(batches)]
             of_ranks = agree_on_number(len(batches), device, torch.cat((self._health.state().reshape(1), *bounds)))
             self._health.raise_if_invalid([state for state, *_ in of_ranks])
-            if not is_called:
+            if not ends_at_decoder:
                 self.helix.limits.raise_if_invalid([reach for _, *reach in of_ranks])
         samples, num_items = super().get_batch_samples(iter(batches), num_batches, device)  # type: ignore[misc]
         window = self._window = FetchedWindow(samples)
-        if samples and is_called:
+        if samples and ends_at_decoder:
             self._say_tuning(self.helix.tune_calls(self._steps_left))
         elif samples:
             ready, scale = window.prepared(self._prepare_inputs), self.loss_scale(num_items, self._num_parts)
@@ -141,7 +141,7 @@ class WindowHooks(TrainerAttributes):
             RuntimeError: in `train()`, a micro-batch of several has changed since the fetch.
         """
         window = self._window
-        if self.helix.called_decoder is not None:
+        if self.helix.ends_at_decoder:
             return self._own_step(model, inputs, num_items_in_batch)
         if window is None:
             agree_on_action("trainer.training_step() is called")

@@ -232,7 +232,8 @@ class Builder:
             meters=tuple(self.meters),
             modules_run_as_is=tuple(self.modules_run_as_is),
             logits=self.logits,
-            loss_shape=None if self.loss_tweaks.own else (3,) if self.loss_tweaks.figures else (),
+            loss_shape=(3,) if self.loss_tweaks.figures else (),
+            ends_at_decoder=self.loss_tweaks.ends_at_decoder,
             above=self._above,
         )
 

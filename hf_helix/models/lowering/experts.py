@@ -154,7 +154,7 @@ class Experts(ValueNames):
         segment, inputs = self.plan.segment(outputs)
         names = [self.value(value, SHARD) for value in inputs]
         function, side = self._function(segment, outputs, inputs)
-        of_logits = () if logits is None else (self.choices, self.b.loss_tweaks.own)
+        of_logits = () if logits is None else (self.choices, self.b.loss_tweaks.ends_at_decoder)
         record = RouterRecord(self._meter(chosen), *of_logits)
         name = self._name(weights)
         value, *parts, choice = self.b.autograd_outputs(

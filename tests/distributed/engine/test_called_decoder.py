@@ -63,7 +63,7 @@ def train(helix: dict[str, Any], rule: str = "loss", padded: bool = False, **cha
     whole = tiny(**{"num_hidden_layers": 5, **changes}).train()
     model, config = copy.deepcopy(whole), HelixConfig(plan="greedy", cache=False, **helix)
     mesh = HelixPlugin(config).build_mesh(torch.device("cpu"))
-    options = RunOptions(num_microbatches=3, loss_tweaks=LossTweaks(own=True))
+    options = RunOptions(num_microbatches=3, loss_tweaks=LossTweaks(ends_at_decoder=True))
     engine = Engine(model, config, mesh, options, Instead("", ""))
     torch.manual_seed(3)
     losses = []

@@ -159,7 +159,7 @@ def called(helix: dict[str, int], own_loss: bool) -> tuple[dict[str, float], lis
     own, whose gradients are compared, too."""
     whole = tiny(**FIVE)
     cut, config = copy.deepcopy(whole), HelixConfig(plan="greedy", **helix)
-    options = RunOptions(num_microbatches=1, loss_tweaks=LossTweaks(own=own_loss))
+    options = RunOptions(num_microbatches=1, loss_tweaks=LossTweaks(ends_at_decoder=own_loss))
     engine = Engine(cut, config, HelixPlugin(config).build_mesh(torch.device("cpu")), options, Instead("", ""))
     ids = torch.arange(1, 17).view(2, 8)
     errors = {}
