@@ -305,7 +305,7 @@ class Bench:
             return step.prepare(ctx, timed.op.part, *inputs)[1]
         for setup in map(self._step, self._before(0, timed)):
             setup.method(self.values)(ctx, *(self.values[key] for key in setup.reads))
-        ctx.saves_for_backward = step.keeps
+        ctx.saves_for_backward = step.saves_for_backward
         run = step.method(self.values)
 
         def compute() -> None:

@@ -66,7 +66,7 @@ class BoundInstruction:
         communicates: whether the instruction goes to a communication stream.
         run: the method for the compute stream; only of computations.
         prepare, lane: the method that issues, and its queue; only of communication.
-        keeps: whether a forward may save values for backward.
+        saves_for_backward: whether forward may save state; not where backward runs forward again.
         sizes: the keys of the values with the sizes of a transfer; the host reads them.
         weights: the gathered weights that the operator reads, as flat parameters and keys.
         returns: the gathered weights without a later reader, likewise.
@@ -102,7 +102,7 @@ class BoundInstruction:
             assert isinstance(operator, Communication), f"{op.name} is issued, and computes"
             self.prepare: Callable[..., tuple[Tensors, TransferFn]] = operator.prepare
             self.lane = operator.lane(op.part)
-        self.keeps = not (op.recomputed and op.part is Part.F)
+        self.saves_for_backward = not (op.recomputed and op.part is Part.F)
         self.sends = op.sends or op.kind is Kind.DOWN
         flats = {name: self.unit.flat_parameters[name] for name in op.weights}
         self.weights = list(zip(flats.values(), instruction.weights, strict=True))
@@ -354,7 +354,7 @@ class Executor:
                     self._wait(events.pop(key))
         ctx = state.contexts.get(step.operator_key) or state.context_of(*step.operator_key, step.unit)
         # An operator that is recomputed in backward saves nothing in forward.
-        ctx.saves_for_backward = state.saves_for_backward and step.keeps
+        ctx.saves_for_backward = state.saves_for_backward and step.saves_for_backward
         run = step.method(values) if step.weights else step.run
         if step.adds:
             ctx.partials = tuple([None if key is None else values[key] for key in step.adds])
