@@ -95,7 +95,7 @@ class CalledDecoder:
             batches,
             self.runner.absent_gradients,
             training=True,
-            reduce_gradients=self._reducing() if earlier else None,
+            reduction=self._reducing() if earlier else None,
             states=states,
         )
         held, read = [states[count + place] for place in range(count)], segments.read_backward
@@ -148,9 +148,7 @@ class CalledDecoder:
         program = self._segments_for(len(call.pieces)).backward
         states = dict(enumerate(self._started(call).states))
         reduction = self._reducing()
-        self.runner.executor.run(
-            program, call.pieces, no_sources, training=True, reduce_gradients=reduction, states=states
-        )
+        self.runner.executor.run(program, call.pieces, no_sources, training=True, reduction=reduction, states=states)
 
     def _next(self, count: int) -> DecoderCall | None:
         """Returns the call whose backward pass runs beside a forward pass of `count` pieces."""
