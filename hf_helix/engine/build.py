@@ -41,8 +41,8 @@ from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.gradients.buckets import layout_with_reductions
 from hf_helix.runtime.local_parameters import layout_with_gathers
+from hf_helix.runtime.rank_units import RankUnits, cut_layers, in_halves, place_units
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.stage import Stage, cut_layers, in_halves, place_units
 from hf_helix.runtime.streams import make_streams
 
 ChoosePlan = Callable[[Layout], tuple[Plan, Scheduler]]
@@ -78,11 +78,11 @@ class Declared(NamedTuple):
     """The cut of a model.
 
     Attributes:
-        stage: the units of the model, with this rank's part of them.
+        rank_units: the units of the model, with this rank's part of them.
         called: the modules whose forwards run as operators or before them, see `check_forwards`.
     """
 
-    stage: Stage
+    rank_units: RankUnits
     called: Sequence[nn.Module]
 
 
@@ -96,7 +96,8 @@ def declare(
     halved: Collection[int] = (),
     autocast_dtype: torch.dtype | None = None,
 ) -> Declared:
-    """Returns the cut of a model, on this rank alone. Nothing is communicated, and the model is not changed.
+    """Returns the cut of a model, on this rank alone. Nothing is communicated. The model is not changed, but for
+    parameters that only indices depend on: those of a derived layer are frozen.
 
     Args:
         model: a full model, perhaps a `PeftModel`, with weights or on the meta device.
@@ -146,7 +147,7 @@ def declare(
     if places is None:
         check_forwards(model, base, family, called, loss_tweaks.own)
         check_placements(model, placements)
-    stage = place_units(
+    rank_units = place_units(
         units,
         mesh.pipe,
         make_buffers,
@@ -157,13 +158,13 @@ def declare(
         family.embedding_cost(base, config.image_share),
         family.first_least,
     )
-    layout = layout_with_gathers(_with_reductions(stage, config, mesh), stage.model, mesh)
-    return Declared(replace(stage, layout=replace(layout, on_host=host_link is not None)), called)
+    layout = layout_with_gathers(_with_reductions(rank_units, config, mesh), rank_units.all_units, mesh)
+    return Declared(replace(rank_units, layout=replace(layout, on_host=host_link is not None)), called)
 
 
-def _with_reductions(stage: Stage, config: HelixConfig, mesh: Mesh) -> Layout:
-    """Returns the layout of a stage with gradient reductions, see `HelixConfig.reduce_gradients`."""
-    made = partial(layout_with_reductions, stage.layout, stage.model, mesh)
+def _with_reductions(rank_units: RankUnits, config: HelixConfig, mesh: Mesh) -> Layout:
+    """Returns the layout of a rank's units with gradient reductions, see `HelixConfig.reduce_gradients`."""
+    made = partial(layout_with_reductions, rank_units.layout, rank_units.all_units, mesh)
     if not config.shard_parameters or config.reduce_gradients != AUTO:
         return made(often=config.reduce_gradients == EVERY_MICROBATCH)
     once = made()
@@ -193,7 +194,7 @@ def _ends_of(base: Any, loss_tweaks: LossTweaks) -> tuple[nn.Parameter, nn.Param
 
 def start_runner(
     model: Any,
-    stage: Stage,
+    rank_units: RankUnits,
     config: HelixConfig,
     mesh: Mesh,
     options: RunOptions,
@@ -203,30 +204,30 @@ def start_runner(
 
     Args:
         model, config, mesh: see `declare`.
-        stage: the cut of the model, as declared.
+        rank_units: the cut of the model, as declared.
         options: the options of the run.
         choose_plan: chooses the first plan, the same on every rank; None for `sequential`.
     """
     with watched():
         if choose_plan is None:  # `sequential` is equal on every rank and needs no measurement
-            plan = baseline_plan(stage.layout, model=type(base_of(model)).__name__, mesh=config.option_sizes)
+            plan = baseline_plan(rank_units.layout, model=type(base_of(model)).__name__, mesh=config.option_sizes)
             scheduler = scheduler_of(config)
         else:
-            plan, scheduler = choose_plan(stage.layout)
-        _fill_parameters(model, stage, mesh, options)
+            plan, scheduler = choose_plan(rank_units.layout)
+        _fill_parameters(model, rank_units, mesh, options)
     streams = make_streams(mesh.device)
-    return Runner(stage, plan, mesh, streams, scheduler, options.seed, options.autocast_dtype)
+    return Runner(rank_units, plan, mesh, streams, scheduler, options.seed, options.autocast_dtype)
 
 
-def _fill_parameters(model: Any, stage: Stage, mesh: Mesh, options: RunOptions) -> None:
+def _fill_parameters(model: Any, rank_units: RankUnits, mesh: Mesh, options: RunOptions) -> None:
     """Cuts this rank's part out of the weights, reads the part from a folder, or draws it at random. Collective."""
     if not any(parameter.is_meta for parameter in model.parameters()):
-        cut_parameters(stage, mesh)
+        cut_parameters(rank_units, mesh)
     elif options.weights is not None:
-        load_parameters(model, stage, mesh, options.weights)
+        load_parameters(model, rank_units, mesh, options.weights)
     else:
         base = base_of(model)
-        initialize_parameters(model, family_of(base).layers(base), stage, mesh, options.seed)
-    for flat in stage.flat_parameters:
+        initialize_parameters(model, family_of(base).layers(base), rank_units, mesh, options.seed)
+    for flat in rank_units.flat_parameters:
         if not flat.is_sharded:
             flat.shard_in_place(mesh.device)

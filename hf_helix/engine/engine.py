@@ -57,7 +57,7 @@ from hf_helix.models.registry import family_of
 from hf_helix.operators.zero.host_shard import arrived
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.schedule.actions import format_schedule
-from hf_helix.planning.schedule.placement import FRONT
+from hf_helix.planning.schedule.placement import FOLD, FRONT
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.sizes import Sizes, size_text
 from hf_helix.planning.window.layout import Layout
@@ -118,22 +118,23 @@ class Engine(Diagnostics):
         super().__init__(base, config, mesh)
         self.family = family_of(base)
         self.limits = limits_of(base)
-        full = {name: (parameter.shape, parameter.requires_grad) for name, parameter in model.named_parameters()}
         self._maker = WindowMaker(base, mesh)
         self._trains = any(parameter.requires_grad for parameter in model.parameters())
         self._has_said_link = self._has_said_images = False
         modes = modes_of(self.family.layers(base), options.checkpointing, config)
-        about = fingerprint(base, mesh, options.autocast_dtype, modes, config.float8_recipe)
+        about = fingerprint(base, mesh, config, options.autocast_dtype, modes)
         self.tuner = Tuner(config, type(base).__name__, about, options.num_microbatches)
         warn_bf16_weights(model)
         warn_random_start(model, options.weights, options.seed)
         self._advice = Advice(base, mesh, options.autocast_dtype)
         declared = declare(model, config, mesh, modes, options.loss_tweaks, autocast_dtype=options.autocast_dtype)
+        full = {name: (parameter.shape, parameter.requires_grad) for name, parameter in model.named_parameters()}
         self._called = declared.called
-        self.runner = start_runner(model, declared.stage, config, mesh, options, self._choose_plan)
+        self.runner = start_runner(model, declared.rank_units, config, mesh, options, self._choose_plan)
         self._parameters = tuple(model.parameters())
+        self._trained_at_cut = [trained for _, trained in full.values()]
         self._trained_then: list[bool] = []  # whether the last window trained each of them
-        self._divided = DividedParameters(model, self.runner.stage, mesh, full)
+        self._divided = DividedParameters(model, self.runner.rank_units, mesh, full)
         self._snapshot = Snapshot(model, self._called)
         self._bounds: list[Tensor] = []  # of the calls of a window, see `value_bounds`
         self._hooks: list[int] = []  # the number of hooks of each module at the last check
@@ -143,7 +144,7 @@ class Engine(Diagnostics):
         self._refuse_direct_use(instead)
         say(self._summary())
         if config.float8_recipe:
-            say(describe_float8(self.runner.stage.model.values(), config.float8_recipe, mesh.device))
+            say(describe_float8(self.runner.rank_units.all_units.values(), config.float8_recipe, mesh.device))
 
     def _summary(self) -> str:
         """The model and its layout, in a line for the start of a run."""
@@ -182,12 +183,19 @@ class Engine(Diagnostics):
     def _make_seam(self) -> Seam:
         def check(batch: Mapping[str, Any]) -> None:
             agree_on_window([batch], self.mesh.batch_group)
+            if self.seam is not None and not self.seam.is_open:
+                self._bounds.clear()  # of a window that an error has ended
             if is_recording() and self.mesh.device.type != "cpu":
                 self._bounds.append(self.value_bounds([batch]))  # a look would wait for the device
             else:
                 self.check_value_bounds(batch)
 
         self._divided.share_losses()
+        if self.runner.scheduler.placement != FOLD:
+            say(
+                f"schedule={self.config.schedule!r} has no slot for a forward and a backward pass: with a loss of your "
+                "own, nothing overlaps; use schedule='auto'"
+            )
         seam = Seam(self.runner, self._maker, check, self._begin_window, self.plain)
         decoder = self.family.decoder(self.base)
         seam.put_into(decoder)
@@ -196,7 +204,7 @@ class Engine(Diagnostics):
 
     def _refuse_direct_use(self, instead: Instead) -> None:
         """Lets the model raise where a call would now work on this rank's part alone."""
-        has_parts = is_cut(self.runner.stage, self.mesh)
+        has_parts = is_cut(self.runner.rank_units, self.mesh)
         for model in {self.model, self.base} if has_parts or self.mesh.batch_group is not None else ():
             model._is_cut_by_helix = True
             if self.seam is None:
@@ -262,7 +270,7 @@ class Engine(Diagnostics):
     ) -> TuningResult | None:
         before = self.tuning
         self._settle_link(make_window)  # before any time is taken
-        with set_aside(self.runner.stage.stepped):
+        with set_aside(self.runner.rank_units.stepped):
             self.runner = self.tuner.update(self.runner, make_window, count, steps_left, self.graphs)
         return self.tuning if self.tuning is not before else None
 
@@ -282,7 +290,7 @@ class Engine(Diagnostics):
         if link is None or self._has_said_link:
             return
         if link.rate is None:
-            with watched(), set_aside(self.runner.stage.stepped):
+            with watched(), set_aside(self.runner.rank_units.stepped):
                 calibrate_link(self.runner, make_window()[:TUNED_MICROBATCHES])
         say(f"emulated link: {link}; transfers wait asleep until it would have carried them")
         self._has_said_link = True
@@ -314,7 +322,7 @@ class Engine(Diagnostics):
         if self.graphs is not None:
             self.graphs.keep_gradients()
         replays = self.graphs is not None and not self.graphs.has_given_up
-        with set_aside(self.runner.stage.stepped), self._counted(window, traces=not replays):
+        with set_aside(self.runner.rank_units.stepped), self._counted(window, traces=not replays):
             if self.graphs is not None:
                 return self.graphs.train_window(self.runner, window)
             return self.runner.train_window(window)
@@ -371,7 +379,12 @@ class Engine(Diagnostics):
         """Refuses changes of the model since it was cut, before a window is trained."""
         trained = [parameter.requires_grad for parameter in self._parameters]
         if trained != self._trained_then:
-            check_trained(self.model, self.runner.stage, self._trains)
+            check_trained(self.model, self.runner.rank_units, self._trains)
+            if trained != self._trained_at_cut and self.runner.layout.reductions:
+                say(
+                    "parameters were frozen or unfrozen after the model was cut: gradients are reduced at the end of "
+                    "an optimizer step, beside no computation; freeze them before the trainer is made"
+                )
             self._trained_then = trained
         self._check_unchanged()
         self._snapshot.check_trainable()
@@ -380,7 +393,7 @@ class Engine(Diagnostics):
     def _begin_window(self, window: Sequence[MicroBatch]) -> Iterator[None]:
         """Returns the context of a window of calls, see `Seam`."""
         self._check_trainable()
-        with set_aside(self.runner.stage.stepped), self._counted(window):
+        with set_aside(self.runner.rank_units.stepped), self._counted(window):
             yield
 
     def finish_window(self) -> None:
@@ -402,19 +415,19 @@ class Engine(Diagnostics):
     @plain_parameters()
     def gradient_norm(self) -> Tensor:
         """Returns the 2-norm of the full gradient of the model, on every rank. Collective."""
-        stage = self.runner.stage
-        return gradient_norm(stage.placements, self.mesh, stage.flat_parameters)
+        rank_units = self.runner.rank_units
+        return gradient_norm(rank_units.placements, self.mesh, rank_units.flat_parameters)
 
     @plain_parameters()
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales the gradient down to a norm of `max_norm`; returns the norm before. Collective."""
         norm = self.gradient_norm()
-        stage = self.runner.stage
-        parameters = [parameter for parameter in stage.stepped if parameter.grad is not None]
-        if stage.host_shards and max_norm / (norm + 1e-6) >= 1:
+        rank_units = self.runner.rank_units
+        parameters = [parameter for parameter in rank_units.stepped if parameter.grad is not None]
+        if rank_units.host_shards and max_norm / (norm + 1e-6) >= 1:
             return norm  # to multiply by 1 would be a pass over the host's memory
         arrived(parameter.grad for parameter in parameters)
-        with host_threads(stage):
+        with host_threads(rank_units):
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
@@ -452,7 +465,7 @@ class Engine(Diagnostics):
             ValueError: this rank has slices of the model even then.
             RuntimeError: the context is entered already.
         """
-        return full_weights(self.model, self.runner.stage, self.mesh, self.config)
+        return full_weights(self.model, self.runner.rank_units, self.mesh, self.config)
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[Any]:
@@ -465,7 +478,7 @@ class Engine(Diagnostics):
         if is_calling() or is_direct_use_allowed():
             yield self.model
             return
-        with unsharded(self.runner.stage, "the model is called without gradients"), calling():
+        with unsharded(self.runner.rank_units, "the model is called without gradients"), calling():
             self.mesh.share_random_state()
             yield self.model
 
@@ -473,15 +486,15 @@ class Engine(Diagnostics):
     def reshard_parameters(self) -> None:
         """Makes sharded parameters placeholders again, after a script has given them memory: `model.to("cpu:0")` copies
         tensors on `cpu`."""
-        for flat in self.runner.stage.flat_parameters:
+        for flat in self.runner.rank_units.flat_parameters:
             flat.reshard()
 
     @plain_parameters()
     def step_shards(self, optimizer: Any) -> None:
         """Replaces full parameters by this rank's shards in an optimizer that has not stepped. Initial states of the
         optimizer stay (Adagrad)."""
-        cut_states(optimizer, self.runner.stage, self.mesh)
-        step_shards(optimizer, self.runner.stage, self.runner.executor.streams)
+        cut_states(optimizer, self.runner.rank_units, self.mesh)
+        step_shards(optimizer, self.runner.rank_units, self.runner.executor.streams)
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
@@ -527,7 +540,7 @@ class Engine(Diagnostics):
         check_same_on_all_ranks(f"{type(model).__name__}, as it was cut: {is_as_cut}", "models to save")
         if is_as_cut and not is_peft(model):
             with plain_parameters():
-                save_pretrained(model, self.runner.stage, self.mesh, folder, max_shard_size)
+                save_pretrained(model, self.runner.rank_units, self.mesh, folder, max_shard_size)
         else:
             save_full(model, folder, max_shard_size)
 
@@ -539,4 +552,4 @@ class Engine(Diagnostics):
             ValueError: on every rank, before any weight is written: the folder does not fit.
         """
         load = load_adapters if is_peft(self.model) else load_parameters
-        load(self.model, self.runner.stage, self.mesh, folder)
+        load(self.model, self.runner.rank_units, self.mesh, folder)

@@ -28,16 +28,16 @@ from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.executor import issue_copy
 from hf_helix.runtime.failures.heartbeat import watched
-from hf_helix.runtime.stage import Stage
+from hf_helix.runtime.rank_units import RankUnits
 from hf_helix.runtime.streams import Streams
 
 
-def cut_states(optimizer: Any, stage: Stage, mesh: Mesh) -> None:
+def cut_states(optimizer: Any, rank_units: RankUnits, mesh: Mesh) -> None:
     """Cuts optimizer states of full parameters as the parameters were cut; cut states stay."""
-    owners = stage.owners
-    for parameter, placement in stage.all_placements.items():
+    owners = rank_units.owners
+    for parameter, placement in rank_units.all_placements.items():
         axis, states = mesh.axis_of(placement), optimizer.state.get(parameter, {})
-        full = placement.full_shape(parameter.shape) if owners[parameter] == stage.rank else None
+        full = placement.full_shape(parameter.shape) if owners[parameter] == rank_units.rank else None
         for key, state in states.items():
             if not isinstance(state, Tensor) or not state.dim():
                 continue
@@ -47,25 +47,26 @@ def cut_states(optimizer: Any, stage: Stage, mesh: Mesh) -> None:
                 states[key] = placement.cut(state, axis.size, axis.rank)
 
 
-def step_shards(optimizer: Any, stage: Stage, streams: Streams) -> None:
+def step_shards(optimizer: Any, rank_units: RankUnits, streams: Streams) -> None:
     """Replaces sharded parameters by this rank's shards in the param groups of an optimizer, also in later groups.
 
     The optimizer may be wrapped by Accelerate, and may have the shards already. Where shards lie on the host, a step
     goes slice by slice, and copies to the device on `streams` run beside it.
     """
-    shards, optimizer = stage.shards, getattr(optimizer, "optimizer", optimizer)
+    shards, optimizer = rank_units.shards, getattr(optimizer, "optimizer", optimizer)
     if steps_shards(optimizer):  # as at a second `train()`
         return
     if hasattr(optimizer, "check_overrides"):  # bitsandbytes finds options by the parameters of modules
         optimizer.check_overrides()
+    on_host = [flat for flat in rank_units.flat_parameters if flat.host is not None and flat.is_trained]
     for name in ("step", "train", "eval"):  # schedule-free optimizers write to weights between modes
         method = getattr(optimizer, name, None)
         if callable(method):
-            function = host_threads(stage)(plain_parameters()(getattr(method, "__func__", method)))
+            function = host_threads(rank_units)(plain_parameters()(getattr(method, "__func__", method)))
+            if name == "step" and on_host:
+                function = HostStep(optimizer, on_host, streams).complete_groups()(function)
             setattr(optimizer, name, MethodType(function, optimizer) if hasattr(method, "__func__") else function)
-    if on_host := [flat for flat in stage.flat_parameters if flat.host is not None and flat.is_trained]:
-        HostStep(optimizer, on_host, streams)
-    optimizer.register_step_post_hook(lambda *_: stage.mark_weights_stale())
+    optimizer.register_step_post_hook(lambda *_: rank_units.mark_weights_stale())
     optimizer.add_param_group = functools.partial(_add_shards, optimizer.add_param_group, shards)
     for group in optimizer.param_groups:
         group["params"] = [shards.get(parameter, parameter) for parameter in group["params"]]
@@ -75,7 +76,7 @@ def step_shards(optimizer: Any, stage: Stage, streams: Streams) -> None:
         for key, state in states.items()
         if parameter.dim() and not getattr(state, "ndim", 0)
     }
-    for flat in stage.flat_parameters:
+    for flat in rank_units.flat_parameters:
         for parameter, shard in flat.shards.items():
             if parameter in optimizer.state:
                 states = optimizer.state.pop(parameter).items()
@@ -85,11 +86,11 @@ def step_shards(optimizer: Any, stage: Stage, streams: Streams) -> None:
 
 
 @contextlib.contextmanager
-def host_threads(stage: Stage) -> Iterator[None]:
+def host_threads(rank_units: RankUnits) -> Iterator[None]:
     """Returns the context in which torch's work on the host, where shards lie there, takes this rank's share of the
     cores: torchrun gives a process one thread. Also decorates functions."""
     before = torch.get_num_threads()
-    if stage.host_shards:
+    if rank_units.host_shards:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(before, cores // int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))))
     try:
@@ -121,7 +122,21 @@ class HostStep:
         optimizer.register_step_pre_hook(lambda *_: self._begin())
         optimizer.register_step_post_hook(lambda *_: self._end())
 
+    @contextlib.contextmanager
+    def complete_groups(self) -> Iterator[None]:
+        """Returns the context after which the param groups have all of their parameters, also if a step has failed."""
+        try:
+            yield
+        finally:
+            self._complete()
+
+    def _complete(self) -> None:
+        for group, parameters in self._groups:
+            group["params"] = parameters
+        self._groups = []
+
     def _begin(self) -> None:
+        self._complete()
         _fuse(self._optimizer)
         self._groups = [(group, group["params"]) for group in self._optimizer.param_groups]
         of_slices = {shard for flat in self._flats for shard in flat.shards.values()}
@@ -149,8 +164,7 @@ class HostStep:
             if flat is self._first or before is None or self._streams.is_over(before):
                 issue_copy(self._streams, flat.host, "gradients.up")
                 before = flat.host.copied
-        for group, parameters in self._groups:
-            group["params"] = parameters
+        self._complete()
 
 
 def _fuse(optimizer: Any) -> None:
@@ -182,37 +196,39 @@ def _add_shards(add: Any, shards: Mapping[nn.Parameter, nn.Parameter], param_gro
 
 
 @contextlib.contextmanager
-def full_weights(model: Any, stage: Stage, mesh: Mesh, config: HelixConfig) -> Iterator[Any]:
+def full_weights(model: Any, rank_units: RankUnits, mesh: Mesh, config: HelixConfig) -> Iterator[Any]:
     """Yields the model with full weights, see `Engine.full_weights`."""
-    if has_slices(stage, mesh):
+    if has_slices(rank_units, mesh):
         sizes = [f"{name}={size}" for name, size in config.option_sizes.items() if size > 1]
         raise ValueError(
             f"full_weights() with {' and '.join(sizes)}: every rank has slices of the model, even with all that "
             "data-parallel ranks have spread; save the model, and load it with from_pretrained(folder)"
         )
-    with plain_parameters(), unsharded(stage, "full_weights() is entered"), direct_use_allowed():
+    with plain_parameters(), unsharded(rank_units, "full_weights() is entered"), direct_use_allowed():
         yield model
 
 
 @contextlib.contextmanager
-def unsharded(stage: Stage, what: str) -> Iterator[None]:
+def unsharded(rank_units: RankUnits, what: str) -> Iterator[None]:
     """Returns the context in which every rank has the full weights that replicas shard; `what` is the action, see
     `agree_on_action`. Collective."""
     with plain_parameters():
-        for flat in stage.flat_parameters:
+        for flat in rank_units.flat_parameters:
             flat.check_resharded()
         # Some full buffers include the shard that ranks step, so writes to their parameters would stay.
-        before = {flat: flat.shard.clone() for flat in zero1_flat_parameters(stage.flat_parameters) if flat.has_shard}
+        before = {
+            flat: flat.shard.clone() for flat in zero1_flat_parameters(rank_units.flat_parameters) if flat.has_shard
+        }
         with watched():
             agree_on_action(what)
-            for flat in stage.flat_parameters:
+            for flat in rank_units.flat_parameters:
                 flat.unshard(flat.gather())
     try:
         yield
     finally:
         with plain_parameters():
-            for flat in stage.flat_parameters:
+            for flat in rank_units.flat_parameters:
                 flat.reshard()
             for flat, shard in before.items():
                 flat.shard.copy_(shard)
-            stage.mark_weights_stale()
+            rank_units.mark_weights_stale()

@@ -66,6 +66,7 @@ class Seam:
     Attributes:
         step: the number of the optimizer step, a seed of randomness.
         window: the micro-batches of the calls of the last window in a training step.
+        is_open: whether the window has not ended.
     """
 
     def __init__(
@@ -81,13 +82,13 @@ class Seam:
         self.runner = runner
         self._maker = maker
         self._check = check
-        self._open_window = open_window or (lambda window: set_aside(runner.stage.stepped))
+        self._open_window = open_window or (lambda window: set_aside(runner.rank_units.stepped))
         self._running = running
         self._cut = SequenceCut.of(runner.mesh.tp, runner.mesh.cp)
         self.window: list[MicroBatch] = []
         self._kinds: dict[Key, tuple[Sequence[int], torch.dtype]] = {}  # of a token, as calls have returned them
         self._open = contextlib.ExitStack()
-        self._is_open = False
+        self.is_open = False
         self._num_calls = 0
         self._num_routers = 0
         self._is_last_normed = True
@@ -97,6 +98,7 @@ class Seam:
         parameters = inspect.signature(decoder.forward)
         rest = next((each.name for each in parameters.parameters.values() if each.kind is each.VAR_KEYWORD), "")
         config = getattr(decoder, "config", None)
+        self.called.modules = list(decoder.modules())
         self._num_routers = len(routers_of(decoder))
         self._is_last_normed = getattr(config, "tie_last_hidden_states", True) is not False
 
@@ -163,7 +165,7 @@ class Seam:
                 experts].
         """
         length, trains = batch["input_ids"].shape[1], torch.is_grad_enabled() and is_recording()
-        if trains and not self._is_open:
+        if trains and not self.is_open:
             self._begin()
         is_split = not trains or self.runner.mesh.pipe.size > 1
         batches = split_rows(batch, self.runner) if is_split else [batch]
@@ -197,29 +199,29 @@ class Seam:
 
     def finish(self) -> None:
         """Ends a window: runs the backward passes that wait and reduces the gradients. Collective."""
-        if not self._is_open:
+        if not self.is_open:
             return
         with self._open:
-            self._is_open, self._num_calls = False, 0
+            self.is_open, self._num_calls = False, 0
             self.called.finish()
 
     def use(self, runner: Runner) -> None:
         """Runs further windows by the plan of another runner of the same parameters."""
         if runner is not self.runner:
             num_fused = self.called.num_fused
-            self.runner, self.called = runner, CalledDecoder(runner)
+            self.runner, self.called = runner, CalledDecoder(runner, self.called.modules)
             self.called.num_fused = num_fused
 
     def drop(self) -> None:
         """Ends a window without its gradients, as after an error."""
         self.called.drop()
         self._open.close()
-        self._is_open, self._num_calls = False, 0
+        self.is_open, self._num_calls = False, 0
 
     def _begin(self) -> None:
         self.window = []
         self._open.enter_context(self._open_window(self.window))
-        self._is_open = True
+        self.is_open = True
 
     def _pieces(self, batches: Sequence[Mapping[str, Any]]) -> list[MicroBatch]:
         scale = LossScale(torch.ones((), device=self.runner.mesh.device))

@@ -80,11 +80,11 @@ class Workload:
         self.model = model_on_meta(model_config)
         self.mesh = mesh or mesh_of(config, device)
         modes = modes_of(family_of(self.model).layers(self.model), None, config)
-        self.about = fingerprint(self.model, self.mesh, autocast_dtype, modes, config.float8_recipe)
+        self.about = fingerprint(self.model, self.mesh, config, autocast_dtype, modes)
         self._maker = WindowMaker(self.model, self.mesh)
         declared = declare(self.model, config, self.mesh, modes, autocast_dtype=autocast_dtype)
         options = RunOptions(autocast_dtype=autocast_dtype)
-        self.runner = start_runner(self.model, declared.stage, config, self.mesh, options)
+        self.runner = start_runner(self.model, declared.rank_units, config, self.mesh, options)
 
     def window(self, count: int, batch: int, length: int) -> list[MicroBatch]:
         """Returns `count` micro-batches of random tokens [batch, length]."""

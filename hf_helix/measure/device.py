@@ -224,4 +224,4 @@ def _chain(device: torch.device, kernels: int) -> Work:
     value = torch.randn(8, device=device)
     sources = {layout.key(0, pair.forward.inputs[0], True): value, layout.key(0, pair.backward.inputs[0], False): value}
     batches = [MicroBatch(dict, (0, 0))]
-    return lambda: executor.run(program, batches, lambda _: sources, training=True)
+    return lambda: executor.run(program, batches, lambda _: sources, saves_for_backward=True)

@@ -143,11 +143,11 @@ def is_direct_use_allowed() -> bool:
 def direct_use_allowed() -> Iterator[None]:
     """Allows calls of models, while all weights are in them."""
     global _use_allowed
-    _use_allowed = True
+    before, _use_allowed = _use_allowed, True
     try:
         yield
     finally:
-        _use_allowed = False
+        _use_allowed = before
 
 
 _use_allowed = False

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_helix.operators.base import Call, Precision, Tensors
+from hf_helix.operators.base import OperatorContext, Precision, Tensors
 from hf_helix.operators.fused import kernels
 
 aten = torch.ops.aten
@@ -33,12 +33,12 @@ class Explicit(ABC):
         """Returns the output, and the tensors for `backward`."""
 
     @abstractmethod
-    def backward(self, kept: Tensors, call: Call, gradient: Tensor) -> Tensors:
+    def backward(self, kept: Tensors, ctx: OperatorContext, gradient: Tensor) -> Tensors:
         """Returns the gradients of the inputs, and adds to those of parameters.
 
         Args:
             kept: the tensors that forward has kept.
-            call: may have its `partials` added, and then set to an empty tuple.
+            ctx: may have its `partials` added, and then set to an empty tuple.
             gradient: of the output.
         """
 
@@ -64,7 +64,7 @@ class GatedSilu(Explicit):
         activated = functional.silu(gate)
         return activated * up, (gate, up, activated)
 
-    def backward(self, kept: Tensors, call: Call, gradient: Tensor) -> Tensors:
+    def backward(self, kept: Tensors, ctx: OperatorContext, gradient: Tensor) -> Tensors:
         gate, up, *activated = kept
         gradient = gradient.to(gate.dtype)
         if not activated:
@@ -100,12 +100,12 @@ class RmsNorm(Explicit):
         out, scale = kernels.rms_norm(value, weight, self._module.variance_epsilon, dtype)
         return out, (value, scale)
 
-    def backward(self, kept: Tensors, call: Call, gradient: Tensor) -> Tensors:
+    def backward(self, kept: Tensors, ctx: OperatorContext, gradient: Tensor) -> Tensors:
         value, scale = kept
         weight = self._module.weight
         partial = None
-        if call.partials and call.partials[0] is not None and call.partials[0].dtype is value.dtype:
-            (partial,), call.partials = call.partials, ()
+        if ctx.partials and ctx.partials[0] is not None and ctx.partials[0].dtype is value.dtype:
+            (partial,), ctx.partials = ctx.partials, ()
         of_value, rows = kernels.rms_norm_backward(gradient, value, scale, weight, partial)
         if weight.requires_grad:
             of_weight = rows.sum(0).to(weight.dtype)

@@ -31,7 +31,7 @@ from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.division import Division
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.local_parameters import local_parameters
-from hf_helix.runtime.stage import Stage
+from hf_helix.runtime.rank_units import RankUnits
 
 
 class DividedTensor(Tensor):
@@ -143,15 +143,22 @@ class DividedParameters:
 
     Args:
         model: the cut model.
-        stage: its units on this rank.
+        rank_units: its units on this rank.
         mesh: the layout of the ranks.
         full: by name of a parameter, the full shape, and whether it was trained when the model was cut.
     """
 
-    def __init__(self, model: nn.Module, stage: Stage, mesh: Mesh, full: Mapping[str, tuple[torch.Size, bool]]) -> None:
-        placements, shards, above, owners = stage.all_placements, stage.shards, stage.above, stage.owners
-        flat_of = {parameter: flat for flat in stage.flat_parameters for parameter in flat.placements}
-        locals_of = {about.name: about for about in local_parameters(model, stage, mesh).values()}
+    def __init__(
+        self, model: nn.Module, rank_units: RankUnits, mesh: Mesh, full: Mapping[str, tuple[torch.Size, bool]]
+    ) -> None:
+        placements, shards, above, owners = (
+            rank_units.all_placements,
+            rank_units.shards,
+            rank_units.above,
+            rank_units.owners,
+        )
+        flat_of = {parameter: flat for flat in rank_units.flat_parameters for parameter in flat.placements}
+        locals_of = {about.name: about for about in local_parameters(model, rank_units, mesh).values()}
         self._parameters: list[Any] = []
         self._summed: dict[nn.Parameter, int] = {}  # those that ranks hold in full, with the ranks of a sum
         for name, parameter in model.named_parameters():
@@ -363,7 +370,7 @@ _OF_FULL |= {"is_contiguous", "storage_offset"}
 _OF_HELD = {"element_size", "is_floating_point", "is_complex", "is_signed", "get_device", "is_inference"}
 _OF_HELD |= {"_has_compatible_shallow_copy_type", "is_tensor", "is_neg", "is_conj"}
 _VIEWS = {"T", "mT", "H", "mH", "real"}
-_FOREACH = "_foreach_norm".removesuffix("norm")
+_FOREACH = "_foreach_norm".removesuffix("norm")  # a name of torch, which tests look up
 _UNREAD = ("rand_like", "randn_like", "randint_like", "new_")
 _REFUSED = {
     "register_hook": "change the gradient in a callback's on_pre_optimizer_step",

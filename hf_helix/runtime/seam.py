@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from hf_helix.planning.schedule.placement import FRONT
+from hf_helix.planning.schedule.placement import FOLD, FRONT
 from hf_helix.planning.window.layout import Key
 from hf_helix.planning.window.seam import Segments, build_segments
 from hf_helix.runtime.divided import plain_parameters
@@ -31,12 +31,16 @@ class DecoderCall:
     Attributes:
         pieces: its micro-batches.
         states: their state between the forward and the backward pass.
+        modes: whether each module of the decoder was in training mode.
         gradients: of values that the call returned, a tensor for each piece; None before the caller's backward pass.
+        is_done: whether the backward pass has run.
     """
 
     pieces: Sequence[MicroBatch]
     states: Sequence[MicroBatchState]
+    modes: Sequence[bool]
     gradients: dict[Key, Sequence[Tensor]] | None = None
+    is_done: bool = False
 
 
 class CalledDecoder:
@@ -44,6 +48,7 @@ class CalledDecoder:
 
     Args:
         runner: the runner of the cut model, whose last unit gives the decoder's output.
+        modules: the modules of the decoder, whose modes (train or eval) a backward pass shares with its forward pass.
 
     Attributes:
         num_fused: the number of forward passes that ran overlapped with a backward pass.
@@ -52,10 +57,11 @@ class CalledDecoder:
         routers: the logits of every router, of this rank's tokens [tokens * rows, experts].
     """
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, modules: Sequence[nn.Module] = ()) -> None:
         self.runner = runner
+        self.modules = modules
         self.num_fused = 0
-        layout, head = runner.layout, runner.stage.head
+        layout, head = runner.layout, runner.rank_units.head
         graphs = {unit: layout.graph(unit, True) for unit in range(head + 1) if not layout.transfers(unit)}
         whole = [unit for unit in graphs if not layout.units[unit].startswith(FRONT)]
         *self.hidden, self.output = [(unit, graphs[unit].outputs[0]) for unit in whole]
@@ -66,7 +72,7 @@ class CalledDecoder:
 
     def is_here(self, key: Key) -> bool:
         """Returns whether a value is one of this rank's units."""
-        return self.runner.layout.rank_of(key[0]) == self.runner.stage.rank
+        return self.runner.layout.rank_of(key[0]) == self.runner.rank_units.rank
 
     @plain_parameters()
     def forward(
@@ -82,19 +88,20 @@ class CalledDecoder:
             The call, and of every value on the rank with its unit the tensors of the pieces.
         """
         count, segments = len(pieces), self._segments_for(len(pieces), asked)
-        earlier = self._next(count)
+        modes = self._modes()
+        earlier = self._next(count, modes)
         states = dict(enumerate(earlier.states)) if earlier else {}
         if not states:
-            self.runner.stage.mark_weights_stale()
+            self.runner.rank_units.mark_weights_stale()
         program = segments.both if earlier else segments.forward
-        self.num_fused += earlier is not None
+        self.num_fused += earlier is not None and self.runner.scheduler.placement == FOLD
         batches = [*(earlier.pieces if earlier else pieces), *pieces]
         executor = self.runner.executor
         executor.run(
             program,
             batches,
             self.runner.absent_gradients,
-            training=True,
+            saves_for_backward=True,
             reduction=self._reducing() if earlier else None,
             states=states,
         )
@@ -102,17 +109,26 @@ class CalledDecoder:
         here = [key for key in (self.output, *asked) if self.is_here(key)]
         takes = {key: executor.peek if key in read else executor.take for key in here}
         values = {key: [take(state, key) for state in held] for key, take in takes.items()}
-        return DecoderCall(pieces, held), values
+        return DecoderCall(pieces, held, modes), values
 
     def evaluate(self, pieces: Sequence[MicroBatch], asked: tuple[Key, ...] = ()) -> dict[Key, list[Tensor]]:
         """Runs a forward pass that no backward pass follows; returns the values as `forward` does."""
-        self.runner.stage.mark_weights_stale()
+        self.runner.rank_units.mark_weights_stale()
         found = self.runner.run_forward(pieces, (self.output, *asked))
         return {key: values for key, values in found.items() if self.is_here(key)}
 
     def backward(self, call: DecoderCall, gradients: Mapping[Key, Sequence[Tensor]]) -> None:
         """Takes gradients of values of this rank that a call returned, a tensor for each piece. The backward pass runs
-        later."""
+        later.
+
+        Raises:
+            RuntimeError: the backward pass has run.
+        """
+        if call.is_done:
+            raise RuntimeError(
+                "a second .backward() through a call of the model, whose backward pass has run beside a later call: "
+                "add the losses of a call up, and call .backward() once, or twice before the model is called again"
+            )
         if call.gradients is None:
             call.gradients = {}
             self._waiting.append(call)
@@ -129,7 +145,7 @@ class CalledDecoder:
         if self._waiting:
             reduction.last = len(self._waiting[0].pieces) - 1
             self._run_backward(self._waiting.popleft())
-        self.runner.stage.mark_weights_stale()
+        self.runner.rank_units.mark_weights_stale()
         reduction.finish()
         self._reduction = None
 
@@ -147,15 +163,28 @@ class CalledDecoder:
     def _run_backward(self, call: DecoderCall) -> None:
         program = self._segments_for(len(call.pieces)).backward
         states = dict(enumerate(self._started(call).states))
-        reduction = self._reducing()
-        self.runner.executor.run(program, call.pieces, no_sources, training=True, reduction=reduction, states=states)
+        reduction, modes = self._reducing(), self._modes()
+        self._set_modes(call.modes)
+        try:
+            self.runner.executor.run(
+                program, call.pieces, no_sources, saves_for_backward=True, reduction=reduction, states=states
+            )
+        finally:
+            self._set_modes(modes)
 
-    def _next(self, count: int) -> DecoderCall | None:
-        """Returns the call whose backward pass runs beside a forward pass of `count` pieces."""
+    def _modes(self) -> list[bool]:
+        return [module.training for module in self.modules]
+
+    def _set_modes(self, modes: Sequence[bool]) -> None:
+        for module, mode in zip(self.modules, modes, strict=True):
+            module.training = mode
+
+    def _next(self, count: int, modes: Sequence[bool]) -> DecoderCall | None:
+        """Returns the call whose backward pass runs beside a forward pass of `count` pieces in `modes`."""
         if not self._waiting:
             return None
         call = self._waiting.popleft()
-        if len(call.pieces) == count:
+        if len(call.pieces) == count and call.modes == modes:
             return self._started(call)
         self._run_backward(call)
         return None
@@ -166,7 +195,7 @@ class CalledDecoder:
         for key, pieces in call.gradients.items():
             for state, gradient in zip(call.states, pieces, strict=True):
                 state.given[self._gradient_of(key)] = gradient
-        call.gradients = None
+        call.gradients, call.is_done = None, True
         return call
 
     def _gradient_of(self, key: Key) -> Key:
@@ -181,6 +210,6 @@ class CalledDecoder:
             placement = runner.scheduler.placement
             outputs = (self.output, *asked)
             self._segments[count, asked] = build_segments(
-                runner.plan, forward, runner.layout, runner.stage.rank, outputs, placement, ahead
+                runner.plan, forward, runner.layout, runner.rank_units.rank, outputs, placement, ahead
             )
         return self._segments[count, asked]

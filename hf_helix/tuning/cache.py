@@ -124,17 +124,17 @@ def write_file(path: Path, text: str) -> None:
 def fingerprint(
     model: Any,
     mesh: Mesh,
+    config: HelixConfig,
     autocast_dtype: torch.dtype | None = None,
     recompute: Sequence[str] = (),
-    float8: str | None = None,
 ) -> dict[str, str]:
     """Returns the case of measurements of a model, as names and values.
 
     Args:
         model: a Transformers model, before it is cut.
+        config: says the formats and kernels of matrix products.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
         recompute: the recompute mode of every layer, see `hf_helix.engine.recompute`.
-        float8: see `HelixConfig.float8`.
     """
     shared = [(name, mesh.sizes[name]) for name in ("tp", "pp", "cp", "ep")]
     runs = [f"{mode} x {len(list(layers))}" for mode, layers in itertools.groupby(recompute)]
@@ -142,20 +142,21 @@ def fingerprint(
     return {
         "model": f"{type(model).__name__} {model_digest(model)}"
         + (f" {autocast_dtype}".replace("torch.", "") if autocast_dtype else "")
-        + (f" float8 {float8}" if float8 else ""),
+        + (f" float8 {config.float8_recipe}" if config.float8_recipe else ""),
         "mesh": " ".join(f"{name}={size}" for name, size in shared if size > 1 or name == "tp"),
         **_sharding(mesh),
         "attention": str(model.config._attn_implementation),
         **again,
+        **({} if config.fused_kernels else {"fused_kernels": "False"}),
         "transformers": version("transformers"),
         "hf_helix": __version__,
     }
 
 
 def _sharding(mesh: Mesh) -> dict[str, str]:
-    """The sharding of weights over replicas; empty where every rank keeps and steps all of them."""
+    """The number of replicas, and the sharding of weights over them."""
     if mesh.replica_axes is None:
-        return {}
+        return {"replicas": str(mesh.sizes["dp"])} if mesh.sizes["dp"] > 1 else {}
     once = mesh.replica_axes.gather is mesh.replica_axes.reduce
     copies = f" in {axis.size} copies" if (axis := mesh.replica_axes.copies) else ""
     host = f", {mesh.host_link.holds} on the host" if mesh.host_link.holds else ""

@@ -62,7 +62,7 @@ def plan_runners(
 
 def baseline_runner(runner: Runner, num_microbatches: int) -> Runner:
     """Returns a runner with the plan `sequential`, which needs no measurement. Collective."""
-    return plan_runners(runner, [BASELINE], rough_profile(runner.stage.layout), num_microbatches)[BASELINE]
+    return plan_runners(runner, [BASELINE], rough_profile(runner.rank_units.layout), num_microbatches)[BASELINE]
 
 
 def make_plans(

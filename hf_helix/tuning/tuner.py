@@ -4,9 +4,9 @@ In:   the options of a run, its case, the first window, and the number of steps 
 Out:  a plan that needs no measurement before anything runs; once the run is worth it, the plan that is measured to be
       the fastest, with its schedule and a `TuningResult`.
 Must hold: every rank decides the same, and has the plans that rank 0 makes. `sequential` is always among the candidates
-of `auto`, so overlap is never slower than none beyond noise. Ranks exchange something before the first window of two
-micro-batches or more and after 2, 4, 8, ... steps only. Measuring and searching take at most `tuning_share` of the run,
-say beforehand how long they take, and leave training as it was; results are kept on disk.
+of a tuning, so from then on overlap is never slower than none beyond noise. Ranks exchange something before the first
+window of two micro-batches or more and after 2, 4, 8, ... steps only. Measuring and searching take at most
+`tuning_share` of the run, say beforehand how long they take, and leave training as it was; results are kept on disk.
 
 The integrations call `Engine.tune`, and so `Tuner.update`, before every step:
 
@@ -133,7 +133,7 @@ def _gradient_bytes(runner: Runner) -> int:
         parameter.nbytes
         if placement.dim is None
         else parameter.nbytes // max(1, parameter.shape[placement.dim]) * placement.length
-        for parameter, placement in runner.stage.placements.items()
+        for parameter, placement in runner.rank_units.placements.items()
         if parameter.requires_grad
     )
 
@@ -254,7 +254,7 @@ class Tuner:
 
     def _within_memory(self, runner: Runner) -> Runner:
         """The runner of the first step, whose schedule keeps to the memory that there is. Collective."""
-        profile = self._given_profile(runner.stage.layout)
+        profile = self._given_profile(runner.rank_units.layout)
         limit = self._memory_limit(profile, runner)
         if limit is None:
             return runner
@@ -286,7 +286,7 @@ class Tuner:
             "plan": self.config.plan,
             "profile": file_digest(self.config.profile),
             "schedule": self.config.schedule,
-            "stages": runner.stage.layout.describe(),
+            "stages": runner.rank_units.layout.describe(),
             "memory_gb": str(self.config.memory_gb),
             "compile": str(self.config.compile),
             "cuda_graphs": str(self._graphs is not None),
@@ -297,7 +297,7 @@ class Tuner:
         """An estimate of the seconds of a tuning whose timed window takes `window_seconds`."""
         return tuning_cost(
             tier,
-            runner.stage.layout,
+            runner.rank_units.layout,
             window_seconds,
             len(runner.program(len(timed.microbatches))),
             schedules=len(schedule_names(self.config.schedule, self.config.pp_size)),
@@ -328,7 +328,7 @@ class Tuner:
                     timed.microbatches,
                     tier,
                     about=timed.about,
-                    profile=self._given_profile(runner.stage.layout),
+                    profile=self._given_profile(runner.rank_units.layout),
                     schedules=lambda profile: candidates(
                         self.config.schedule, profile, timed.num_microbatches, self._memory_limit(profile, runner)
                     ),
@@ -351,7 +351,7 @@ class Tuner:
             return runner
         result, text = cached
         try:
-            plan = parse_plan(text, runner.stage.layout.graphs, model=self._model, mesh=self._mesh)
+            plan = parse_plan(text, runner.rank_units.layout.graphs, model=self._model, mesh=self._mesh)
         except ValueError:
             return runner  # a plan of an older version, refused on every rank
         costs = stage_costs(result.profile) if result.profile is not None else None

@@ -99,8 +99,8 @@ class WatchedExecutor(Executor):
         super().__init__(units, streams, seed, precision)
         self._watch = watch
 
-    def begin(self, batch: MicroBatch, sources: Sources, training: bool) -> MicroBatchState:
-        state = super().begin(batch, sources, training)
+    def begin(self, batch: MicroBatch, sources: Sources, saves_for_backward: bool) -> MicroBatchState:
+        state = super().begin(batch, sources, saves_for_backward)
         self._watch.follow(state)
         return state
 

@@ -289,7 +289,7 @@ class _Copy:
 
     def run(self, declared: Declared, plans: Sequence[str]) -> tuple[tuple[ComparedWindow, ...], str]:
         """Cuts the copy, and runs and compares all windows; also returns a sentence about fp8. Collective."""
-        runner = start_runner(self.model, declared.stage, self.config, self.mesh, RunOptions())
+        runner = start_runner(self.model, declared.rank_units, self.config, self.mesh, RunOptions())
         self.model.to(self.mesh.device)
         first, *others = plans
         try:
@@ -309,12 +309,12 @@ class _Copy:
     def _float8_error(self, runner: Runner) -> str:
         """The error of fp8 against bf16, in a window with bf16 autocast and weights of a usual size. Collective."""
         with torch.no_grad():
-            for parameter in runner.stage.placements:
+            for parameter in runner.rank_units.placements:
                 parameter.mul_(USUAL_GAIN if parameter.dim() > 1 else 1)
-        about = runner.stage, runner.plan, self.mesh, runner.executor.streams, runner.scheduler, runner.seed
+        about = runner.rank_units, runner.plan, self.mesh, runner.executor.streams, runner.scheduler, runner.seed
         in_bf16 = self._outcome(ROWS, Runner(*about, torch.bfloat16))
         head = self.model.get_output_embeddings()
-        use_float8(runner.stage.model.values(), self.float8, None if head is None else head.weight)
+        use_float8(runner.rank_units.all_units.values(), self.float8, None if head is None else head.weight)
         in_float8 = self._outcome(ROWS, Runner(*about, torch.bfloat16))
         errors = all_gather_object(float8_error(in_float8, in_bf16) if self.compares else None)
         loss, gradients = max(error for error in errors if error is not None)
@@ -368,7 +368,7 @@ class _Copy:
 
     def _full_gradients(self, runner: Runner) -> dict[str, Tensor]:
         """The gradients by name, in fp64 on the host; empty on ranks that do not compare. Collective."""
-        placements, owners = runner.stage.all_placements, runner.stage.owners
+        placements, owners = runner.rank_units.all_placements, runner.rank_units.owners
         gradients = {}
         for name in self.names:
             parameter = self.model.get_parameter(name)

@@ -150,7 +150,7 @@ class CheckpointHooks(TrainerAttributes):
         return Manifest(type(self.helix.model).__name__, parameters, dict(mesh.sizes), per_step, name)
 
     def _local_parameters(self) -> dict[nn.Parameter, LocalParameter]:
-        return local_parameters(self.helix.model, self.helix.runner.stage, self.helix.mesh)
+        return local_parameters(self.helix.model, self.helix.runner.rank_units, self.helix.mesh)
 
     @overrides("Trainer", "whole weights would be loaded into cut parameters, which is an error")
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

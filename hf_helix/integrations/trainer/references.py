@@ -29,7 +29,10 @@ def cut_references(
         config, mesh, options, instead: of the trained model's engine, see `Engine`.
     """
     stock, kind, engines = accelerator.prepare_model, _kind_of(model), list[Engine]()
-    config = replace(config, plan="greedy", cuda_graphs=False, shard_optimizer=False, offload=None)
+    copies = config.dp_replicate_size if config.shard_parameters else 1
+    config = replace(
+        config, plan="greedy", cuda_graphs=False, shard_optimizer=False, dp_replicate_size=copies, offload=None
+    )
     own = LossTweaks(own=True)
     options = RunOptions(seed=options.seed, autocast_dtype=options.autocast_dtype, loss_tweaks=own)
 

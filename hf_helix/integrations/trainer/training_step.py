@@ -80,7 +80,6 @@ class WindowHooks(TrainerAttributes):
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """Prepares as the stock method does. Raises ValueError if an override would have no effect."""
         check_overrides(self)
-        self._window = None  # an earlier run may have been stopped inside a window
         return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
 
     @overrides("Trainer", "evaluations would leave outputs out without a word", needs=("ignore_keys_for_eval",))
@@ -89,7 +88,10 @@ class WindowHooks(TrainerAttributes):
         evaluates = self.args.eval_strategy != "no" or self.args.eval_on_start
         if not self._own_loss and self.compute_metrics is not None and evaluates:
             check_outputs(self.model.config, kwargs.get("ignore_keys_for_eval"))
-        return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
+        try:
+            return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._window = None  # the run may have been stopped inside a window
 
     @overrides("Trainer", "ranks that share a batch would draw differently in workers")
     def get_train_dataloader(self) -> Any:
@@ -118,10 +120,10 @@ class WindowHooks(TrainerAttributes):
             if not is_called:
                 self.helix.limits.raise_if_invalid([reach for _, *reach in of_ranks])
         samples, num_items = super().get_batch_samples(iter(batches), num_batches, device)  # type: ignore[misc]
-        window = self._window = FetchedWindow(samples)
-        if samples and is_called:
+        self._window = window = FetchedWindow(samples) if samples else None
+        if window is not None and is_called:
             self._say_tuning(self.helix.tune_calls(self._steps_left))
-        elif samples:
+        elif window is not None:
             ready, scale = window.prepared(self._prepare_inputs), self.loss_scale(num_items, self._num_parts)
             self._say_tuning(self.helix.tune(ready, scale, self.state.global_step, self._steps_left))
         return samples, num_items

@@ -56,7 +56,20 @@ def states_and_routers(model: Any, batch: dict[str, Any]) -> Any:
     return outputs.aux_loss + outputs.hidden_states[2].float().pow(2).mean()
 
 
-RULES = {"loss": loss_of, "twice": twice, "distilled": distilled, "routed": routed, "both": states_and_routers}
+def in_two_modes(model: Any, batch: dict[str, Any]) -> Any:
+    """Two calls in one loss, where the first drops all that layers add, and the second drops nothing."""
+    dropped, full = (model.train(mode)(**batch).logits.float() for mode in (True, False))
+    return functional.kl_div(dropped.log_softmax(-1), full.log_softmax(-1), log_target=True, reduction="batchmean")
+
+
+RULES = {
+    "modes": in_two_modes,
+    "loss": loss_of,
+    "twice": twice,
+    "distilled": distilled,
+    "routed": routed,
+    "both": states_and_routers,
+}
 
 
 def train(helix: dict[str, Any], rule: str = "loss", padded: bool = False, **changes: Any) -> dict[str, Any]:
@@ -103,6 +116,16 @@ def case(ranks: int, slow: bool = True, **options: Any) -> Any:
     [
         case(2, slow=False, helix={"tp_size": 2}, **TIED),
         case(2, slow=False, helix={"pp_size": 2}, padded=True),
+        case(
+            2,
+            slow=False,
+            helix={"tp_size": 2},
+            rule="modes",
+            family="gpt2",
+            resid_pdrop=1.0,
+            attn_pdrop=0.0,
+            embd_pdrop=0.0,
+        ),
         case(2, helix={"tp_size": 2}, rule="twice"),
         case(2, helix={"pp_size": 2}, rule="twice"),
         case(2, helix={"pp_size": 2}, **TIED),
@@ -134,4 +157,32 @@ def test_equals_the_unsplit_model(ranks: int, options: dict[str, Any], cluster_o
             assert found == pytest.approx(wanted, rel=1e-5, abs=2e-6)
         assert max(result["errors"].values()) < 2e-5, result["errors"]
         calls = {"twice": 2, "routed": 2}.get(options.get("rule", ""), 1)
-        assert result["fused"] == 3 * calls - calls
+        overlaps = options.get("rule") != "modes" and options["helix"].get("schedule") != "1f1b"
+        assert result["fused"] == (3 * calls - calls if overlaps else 0)
+
+
+def backward_again(at_once: bool) -> Any:
+    """Two losses of a call, with another call between them unless `at_once`; the gradient of a weight."""
+    model = tiny(num_hidden_layers=2).train()
+    config = HelixConfig(plan="greedy", tp_size=2)
+    mesh = HelixPlugin(config).build_mesh(torch.device("cpu"))
+    engine = Engine(model, config, mesh, RunOptions(loss_tweaks=LossTweaks(own=True)), Instead("", ""))
+    assert engine.seam is not None
+    with engine.seam.training(step=0):
+        logits = model(input_ids=torch.arange(1, 25).view(2, 12)).logits
+        logits.mean().backward(retain_graph=True)
+        if not at_once:
+            model(input_ids=torch.arange(1, 25).view(2, 12)).logits.mean().backward()
+        logits.pow(2).mean().backward()
+    engine.finish_window()
+    return full_of(model.model.layers[0].mlp.up_proj.weight.grad).clone()
+
+
+def test_two_backward_passes_of_a_call(cluster_of: Any) -> None:
+    cluster_of(2).assert_raises(backward_again, "a second .backward()", raises="RuntimeError", at_once=False)
+    ids = torch.arange(1, 25).view(2, 12)
+    whole = tiny(num_hidden_layers=2).train()
+    logits = whole(input_ids=ids).logits
+    (logits.mean() + logits.pow(2).mean()).backward()
+    for found in cluster_of(2).run(backward_again, at_once=True):
+        torch.testing.assert_close(found, whole.model.layers[0].mlp.up_proj.weight.grad, rtol=1e-4, atol=1e-7)

@@ -164,8 +164,8 @@ def test_one_process_steps_on_its_host(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     trainer.train()
     assert torch.get_num_threads() == threads
-    stage, optimizer = trainer.helix.runner.stage, trainer.optimizer
-    flats = stage.flat_parameters
+    rank_units, optimizer = trainer.helix.runner.rank_units, trainer.optimizer
+    flats = rank_units.flat_parameters
     shards = [shard for flat in flats for shard in flat.shards.values()]
     with plain_parameters():
         assert len(shards) == len(list(trainer.model.parameters()))
@@ -176,6 +176,13 @@ def test_one_process_steps_on_its_host(tmp_path: Path) -> None:
         assert buffers["weights.products"].dtype == torch.bfloat16
         assert all(flat.buffer.data_ptr() != flat.shard.data_ptr() for flat in zero1_flat_parameters(flats))
     assert all(group["fused"] for group in optimizer.param_groups)
+    # A step that fails leaves its param groups complete.
+    failing = optimizer.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    failing.remove()
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    assert held == set(map(id, shards))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +216,7 @@ def test_the_device_keeps_no_weights_between_windows(tmp_path: Path) -> None:
     parameters = list(trainer.model.parameters())
     with plain_parameters():
         assert all(parameter.data.untyped_storage().nbytes() <= 4 for parameter in parameters)
-        assert all(flat.unsharded is None for flat in trainer.helix.runner.stage.flat_parameters)
+        assert all(flat.unsharded is None for flat in trainer.helix.runner.rank_units.flat_parameters)
 
 
 @SLOW

@@ -211,6 +211,16 @@ def test_as_the_stock_trainer(kind: str, helix: dict[str, Any], cluster_of: Any,
         torch.testing.assert_close(saved[name], value, rtol=rel, atol=near)
 
 
+@pytest.mark.slow
+def test_copies_of_shards(cluster_of: Any, tmp_path: Path) -> None:
+    """A loss of one's own may call a frozen model, which is cut without a shard of optimizer states."""
+    helix = {"tp_size": 2, "shard_optimizer": True, "dp_replicate_size": 2}
+    four = cluster_of(4).run(follow, folder=str(tmp_path / "copies"), helix=helix, kind="focal")
+    two = cluster_of(4).run(follow, folder=str(tmp_path / "plain"), helix={"tp_size": 2}, kind="focal")
+    for found, plainly in zip(four[0]["log"], two[0]["log"], strict=True):
+        assert found == pytest.approx(plainly, rel=1e-4)
+
+
 def test_shards_are_refused_where_the_loss_reads_weights(cluster_of: Any, tmp_path: Path) -> None:
     job = {"folder": str(tmp_path), "helix": {"shard_parameters": True}, "kind": "of weights"}
     said = "the loss reads the trained parameter model.embed_tokens.weight, but"

@@ -1,5 +1,6 @@
 """What scripts do to a trainer's model is right in every layout, or an error that names it. Stock is the oracle."""
 
+import contextlib
 import copy
 import io
 import json
@@ -415,6 +416,20 @@ def change(folder: str, helix: dict[str, Any] | None, name: str) -> Any:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def said(folder: str, helix: dict[str, Any], name: str) -> str:
+    """What a run says whose model a callback changes."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        change(folder, helix, name)
+    return output.getvalue()
+
+
+class Stops(TrainerCallback):
+    """Stops a run inside an optimizer step."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = True
+
+
 # -- a full weight and a full gradient ------------------------------------------------------------------------------
 
 
@@ -542,3 +557,19 @@ def test_a_full_weight_and_a_full_gradient(layout: str, cluster_of: Any, tmp_pat
     stock = write_full(str(tmp_path), None)
     for result in cluster_of(ranks).run(write_full, folder=str(tmp_path), helix=helix):
         assert is_close(stock, result, 2e-5)
+
+
+def test_gradients_that_are_no_longer_reduced_early_are_said(cluster_of: Any, tmp_path: Path) -> None:
+    texts = cluster_of(2).run(said, folder=str(tmp_path), helix={"plan": "greedy"}, name="freeze")
+    assert "parameters were frozen or unfrozen after the model was cut" in texts[0]
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_step_behind_a_run(stops: bool, tmp_path: Path) -> None:
+    training = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "num_train_epochs": 1}
+    data: dict[str, Any] = {"train_dataset": sequences(8), "callbacks": [Stops()] if stops else []}
+    trainer = build(str(tmp_path), {}, training, model=tiny(num_hidden_layers=2), **data)
+    trainer.train()
+    trainer.model.zero_grad()
+    assert trainer.training_step(trainer.model, BATCH) > 0
+    assert trainer.model.lm_head.weight.grad.abs().sum() > 0

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from hf_helix.models.graph.attention import by_heads
 from hf_helix.models.stock_modules import is_silu
 from hf_helix.operators.attention.rope import rotated
-from hf_helix.operators.base import Call, Precision, explicit_gradients
+from hf_helix.operators.base import OperatorContext, Precision, explicit_gradients
 from hf_helix.operators.explicit import Explicit, GatedSilu
 from hf_helix.operators.segment import Segment
 from hf_helix.operators.side_by_side import contiguous_heads
@@ -26,10 +26,10 @@ def run(segment: Segment, inputs: list[Tensor], direction: Tensor, precision: Pr
         parameter.grad = None
     with explicit_gradients():
         for _ in range(2):
-            call = Call({}, 0, True, precision)
-            (output,) = segment.forward(call, *inputs)
-            gradients = segment.backward(call, direction.to(output.dtype))
-            assert call.saved is None
+            ctx = OperatorContext({}, 0, True, precision)
+            (output,) = segment.forward(ctx, *inputs)
+            gradients = segment.backward(ctx, direction.to(output.dtype))
+            assert ctx.saved is None
     return [output, *gradients, *(p.grad for p in segment.parameters if p.grad is not None)]
 
 

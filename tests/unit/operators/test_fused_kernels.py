@@ -16,7 +16,7 @@ from hf_helix.doctor.simulated import amounts_of
 from hf_helix.models import registry
 from hf_helix.models.stock_modules import is_rms_norm
 from hf_helix.operators.attention.rope import rotated
-from hf_helix.operators.base import Call, Precision, explicit_gradients
+from hf_helix.operators.base import OperatorContext, Precision, explicit_gradients
 from hf_helix.operators.explicit import GatedSilu, RmsNorm
 from hf_helix.operators.float8 import quantize
 from hf_helix.operators.fused import kernels
@@ -48,9 +48,9 @@ def test_gates(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     inputs = torch.randn(3, 2, 2 * 24).to(dtype).split(24, -1)
     segment = Segment(lambda gate, up: gate, explicit=GatedSilu(lambda: True))
-    gradient, call = torch.randn(3, 2, 24).to(dtype), Call({}, 0, True)
+    gradient, ctx = torch.randn(3, 2, 24).to(dtype), OperatorContext({}, 0, True)
     with explicit_gradients():
-        ours = [*segment.forward(call, *inputs), *segment.backward(call, gradient)]
+        ours = [*segment.forward(ctx, *inputs), *segment.backward(ctx, gradient)]
     leaves = [value.detach().requires_grad_() for value in inputs]
     expected = functional.silu(leaves[0]) * leaves[1]
     check(ours, [expected, *torch.autograd.grad(expected, leaves, gradient)], dtype)
@@ -69,12 +69,12 @@ def test_norms(
     torch.nn.init.normal_(module.weight, 1.0, 0.3)
     x, gradient, partial = torch.randn(3, 3, 24).to(value), torch.randn(3, 3, 24), torch.randn(3, 3, 24).to(value)
     segment = Segment(module, [module.weight], explicit=RmsNorm(module, is_rms_norm, lowers=True))
-    call = Call({}, 0, True, Precision("cpu", autocast))
+    ctx = OperatorContext({}, 0, True, Precision("cpu", autocast))
     with explicit_gradients():
-        (out,) = segment.forward(call, x)
-        call.partials = (partial,) if adds else ()
-        (of_value,) = segment.backward(call, gradient.to(out.dtype))
-    assert call.partials == ()
+        (out,) = segment.forward(ctx, x)
+        ctx.partials = (partial,) if adds else ()
+        (of_value,) = segment.backward(ctx, gradient.to(out.dtype))
+    assert ctx.partials == ()
     leaf = x.detach().requires_grad_()
     expected = functional.rms_norm(leaf, (24,), module.weight, 1e-5).to(autocast or value)
     grads = torch.autograd.grad(expected, [leaf, module.weight], gradient.to(out.dtype))
