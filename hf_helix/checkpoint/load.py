@@ -219,7 +219,7 @@ def _materialized_parts(model: Any, rank_units: RankUnits, mesh: Mesh) -> dict[s
 
 def _copy_part(about: LocalParameter, full: Any, out: Tensor) -> None:
     """Copies this rank's part of a full tensor, or of any object that supports indexing."""
-    for piece, place in about.places(out.detach()):
+    for piece, place in about.pieces_with_index(out.detach()):
         piece.copy_(full[place or ...])
 
 

@@ -144,9 +144,9 @@ class Kinds:
     """The kinds of equal layers of a model; one layer represents each kind."""
 
     family: Family
-    places: Sequence[int]  # the first layer of each kind
+    firsts: Sequence[int]  # the first layer of each kind
     halved: Sequence[int]  # the second layer of each kind, for the amounts of a layer between two stages
-    kinds: Sequence[int]  # for every layer, the index of its kind in `places`
+    kinds: Sequence[int]  # for every layer, the index of its kind in `firsts`
     model: Model  # the model, without the names of its units
 
 
@@ -159,11 +159,11 @@ def kinds_of(model: Any) -> Kinds:
     whole = declare(model, config, simulated_mesh({}).mesh, modes_of(layers, None, config)).rank_units
     keys = [
         (
-            family.layer_key(base, place),
+            family.layer_key(base, index),
             bool(getattr(layer, "gradient_checkpointing", False)),
             tuple((weight.dtype, weight.requires_grad) for weight in layer.parameters()),
         )
-        for place, layer in enumerate(layers)
+        for index, layer in enumerate(layers)
     ]
     distinct = list(dict.fromkeys(keys))
     tied = any(len({index for index, _ in row}) > 1 for row in whole.layout.shared)
@@ -289,10 +289,10 @@ def _declared(
 ) -> RankUnits:
     """Returns the embedding, the first layer of each kind, the halves of a second, and the head, uncut; arguments as of
     `amounts_of`."""
-    places = sorted([*kinds.places, *kinds.halved])
+    layer_indices = sorted([*kinds.firsts, *kinds.halved])
     modes = modes_of(kinds.family.layers(base_of(model)), None, config)
-    modes = [modes[place] for place in places]
-    return declare(model, config, simulated.mesh, modes, None, places, kinds.halved, autocast_dtype).rank_units
+    modes = [modes[index] for index in layer_indices]
+    return declare(model, config, simulated.mesh, modes, None, layer_indices, kinds.halved, autocast_dtype).rank_units
 
 
 def _one_of_each(rank_units: RankUnits) -> RankUnits:

@@ -79,11 +79,11 @@ class Declared(NamedTuple):
 
     Attributes:
         rank_units: the units of the model, with this rank's part of them.
-        called: the modules whose forwards run as operators or before them, see `check_forwards`.
+        modules_run_as_is: the modules whose forwards run as operators or before them, see `check_forwards`.
     """
 
     rank_units: RankUnits
-    called: Sequence[nn.Module]
+    modules_run_as_is: Sequence[nn.Module]
 
 
 def declare(
@@ -92,7 +92,7 @@ def declare(
     mesh: Mesh,
     modes: Sequence[str],
     loss_tweaks: LossTweaks | None = None,
-    places: Sequence[int] | None = None,
+    layer_indices: Sequence[int] | None = None,
     halved: Collection[int] = (),
     autocast_dtype: torch.dtype | None = None,
 ) -> Declared:
@@ -105,7 +105,7 @@ def declare(
         mesh: the mesh of ranks, of the sizes in `config`.
         modes: the recompute mode of every declared layer, see `hf_helix.engine.recompute`.
         loss_tweaks: the changes of the loss by training arguments.
-        places: the indices of the declared layers; None for all. Other layers are not checked either.
+        layer_indices: the indices of the declared layers; None for all. Other layers are not checked either.
         halved: those that are declared as halves; of all layers, the layers between stages are.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
 
@@ -122,30 +122,32 @@ def declare(
     sharing = ParallelContext(
         mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile, spread, config.cp_recurrence, again
     )
-    units, counts = family.units(base, sharing, loss_tweaks, places), None
+    units, counts = family.units(base, sharing, loss_tweaks, layer_indices), None
     if config.float8:
         use_float8(units, config.float8_recipe, getattr(base.get_output_embeddings(), "weight", None))
     placement = scheduler_of(config).placement
-    if places is not None:
-        units, modes = in_halves(units, modes, [places.index(each) for each in halved])
+    if layer_indices is not None:
+        units, modes = in_halves(units, modes, [layer_indices.index(each) for each in halved])
     elif config.layers_per_stage is not None:
         units, modes, counts = cut_layers(units, modes, layer_ranks(placement, mesh.pipe.size), config.layers_per_stage)
     units = recompute_units(units, modes, mesh.host_link)
     placements = {p: placed for unit in units for p, placed in unit.placements.items()}
-    make_buffers, of_slice = family.empty(base, mesh.tp.size, loss_tweaks.own), None
+    make_buffers, of_slice = family.empty(base, mesh.tp.size, loss_tweaks.ends_at_decoder), None
     if config.spread_vocabulary:
         table, head = _ends_of(base, loss_tweaks)
         dtype = autocast_dtype or head.dtype
-        units = spread_units(units, table, head, dtype, mesh.pipe.rank if places is None else None, config.pp_size)
+        units = spread_units(
+            units, table, head, dtype, mesh.pipe.rank if layer_indices is None else None, config.pp_size
+        )
         of_slice = slice_buffers(make_buffers, mesh.tp.size, loss_tweaks.figures, dtype)
     host_link = mesh.host_link if config.offload else None
     if config.shard_parameters or config.streams_weights:
         units = number_distinct_graphs(apply_zero3(units, mesh.shard_axes, autocast_dtype, host_link))
     if config.shard_optimizer or host_link is not None:
         units = apply_zero1(units, mesh.shard_axes, autocast_dtype, host_link)
-    called = [*family.side_modules(base), *(module for unit in units for module in unit.called)]
-    if places is None:
-        check_forwards(model, base, family, called, loss_tweaks.own)
+    modules_run_as_is = [*family.side_modules(base), *(module for unit in units for module in unit.modules_run_as_is)]
+    if layer_indices is None:
+        check_forwards(model, base, family, modules_run_as_is, loss_tweaks.ends_at_decoder)
         check_placements(model, placements)
     rank_units = place_units(
         units,
@@ -159,7 +161,7 @@ def declare(
         family.first_least,
     )
     layout = layout_with_gathers(_with_reductions(rank_units, config, mesh), rank_units.all_units, mesh)
-    return Declared(replace(rank_units, layout=replace(layout, on_host=host_link is not None)), called)
+    return Declared(replace(rank_units, layout=replace(layout, on_host=host_link is not None)), modules_run_as_is)
 
 
 def _with_reductions(rank_units: RankUnits, config: HelixConfig, mesh: Mesh) -> Layout:
@@ -183,7 +185,7 @@ def _ends_of(base: Any, loss_tweaks: LossTweaks) -> tuple[nn.Parameter, nn.Param
         ValueError: the run has no loss of logits over a vocabulary.
     """
     head = base.get_output_embeddings()
-    if head is None or loss_tweaks.own:
+    if head is None or loss_tweaks.ends_at_decoder:
         why = "its loss is computed by code of the caller" if head is not None else "it has no head over the vocabulary"
         raise ValueError(
             f"spread_vocabulary=True with {type(base).__name__}: {why}, and the slices compute the built-in loss; use "

@@ -60,7 +60,7 @@ def check_model(model: Any, loss_tweaks: LossTweaks, weights: str | Path | None 
             "Trainer smooths the loss of a token's own label there, not of the next token's; use "
             "label_smoothing_factor=0.0"
         )
-    if not loss_tweaks.own:
+    if not loss_tweaks.ends_at_decoder:
         check_head(base_of(model))
     _check_device(model, weights)
     check_storage(base_of(model))
@@ -181,7 +181,7 @@ def check_placements(model: Any, placements: Mapping[torch.nn.Parameter, Placeme
     if stray:
         raise ValueError(
             f"the declaration of {type(model).__name__} has no operator for {', '.join(stray)}; declare the module "
-            "that holds them with Builder.segment, column_parallel or row_parallel"
+            "that holds them with Builder.autograd, column_parallel or row_parallel"
         )
 
 

@@ -33,8 +33,8 @@ from hf_helix.runtime.rank_units import RankUnits
 from hf_helix.runtime.runner import Runner
 from hf_helix.tuning.budget import BASELINE
 from hf_helix.tuning.candidates import PAPER, Comparison, compare
+from hf_helix.tuning.result_text import TuningResult
 from hf_helix.tuning.tuner import Tuner
-from hf_helix.tuning.verdict import TuningResult
 
 
 class Diagnostics:

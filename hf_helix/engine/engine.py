@@ -23,6 +23,7 @@ from hf_helix.checkpoint.save import save_full, save_pretrained
 from hf_helix.config import AUTO, HelixConfig
 from hf_helix.engine.advice import Advice
 from hf_helix.engine.build import Declared, RunOptions, declare, start_runner
+from hf_helix.engine.called_decoder import CalledDecoder
 from hf_helix.engine.checks import (
     check_batch,
     check_model,
@@ -39,7 +40,6 @@ from hf_helix.engine.microbatches import LossScale, WindowMaker, share_lengths
 from hf_helix.engine.optimizer_shards import cut_states, full_weights, host_threads, step_shards, unsharded
 from hf_helix.engine.proof.first_use import prove_on_first_use
 from hf_helix.engine.recompute import modes_of
-from hf_helix.engine.seam import Seam
 from hf_helix.engine.snapshot import Snapshot
 from hf_helix.models.batch_inputs import LOSS_ALONE
 from hf_helix.models.direct_use import (
@@ -69,7 +69,14 @@ from hf_helix.runtime.distributed.agreement import (
     sum_over_ranks,
 )
 from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.runtime.divided import DividedParameters, calling, full_of, is_calling, is_recording, plain_parameters
+from hf_helix.runtime.divided import (
+    DividedParameters,
+    full_of,
+    is_recording,
+    is_running_model_code,
+    plain_parameters,
+    running_model_code,
+)
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.failures.values import value_bounds
 from hf_helix.runtime.gradients.reduce import gradient_norm, set_aside
@@ -78,8 +85,8 @@ from hf_helix.runtime.notices import say
 from hf_helix.runtime.runner import Runner
 from hf_helix.tuning.cache import fingerprint
 from hf_helix.tuning.candidates import calibrate_link
+from hf_helix.tuning.result_text import TuningResult
 from hf_helix.tuning.tuner import TUNED_MICROBATCHES, Tuner
-from hf_helix.tuning.verdict import TuningResult
 
 
 class Engine(Diagnostics):
@@ -116,7 +123,7 @@ class Engine(Diagnostics):
         self._maker = WindowMaker(self.base, mesh)
         self._advice = Advice(self.base, mesh, options.autocast_dtype)
         self._trains = any(parameter.requires_grad for parameter in model.parameters())
-        self._has_own_loss = options.loss_tweaks.own
+        self.ends_at_decoder = options.loss_tweaks.ends_at_decoder
         self.last_window: list[MicroBatch] = []
         self._has_said_link = self._has_said_images = False
         self._trained_then: list[bool] = []  # whether the last window trained each parameter
@@ -127,9 +134,12 @@ class Engine(Diagnostics):
         self._trained_at_cut = [parameter.requires_grad for parameter in model.parameters()]
         self.runner, self._divided = self._cut(declared, options)
         self._parameters = tuple(model.parameters())
-        self._called, self._snapshot = declared.called, Snapshot(model, declared.called)
+        self._modules_run_as_is, self._snapshot = (
+            declared.modules_run_as_is,
+            Snapshot(model, declared.modules_run_as_is),
+        )
         self.graphs = self._make_graphs()
-        self.seam = self._make_seam() if self._has_own_loss else None
+        self.called_decoder = self._make_called_decoder() if self.ends_at_decoder else None
         self._refuse_direct_use(instead)
         say(self._summary())
         if config.float8_recipe:
@@ -191,16 +201,16 @@ class Engine(Diagnostics):
         option = self.config.cuda_graphs
         if not option or (option == AUTO and self.mesh.device.type == "cpu"):
             return None
-        reason = reason_against_all_graphs(self.mesh, self.runner, self.config, self._has_own_loss)
+        reason = reason_against_all_graphs(self.mesh, self.runner, self.config, self.ends_at_decoder)
         if not sum_over_ranks([reason is not None])[0]:
             return WindowGraphs(say, option=option, switches=self._snapshot.switches)
         say(f"cuda_graphs={option!r}: windows run without CUDA graphs: {reason or 'another rank has a reason'}")
         return None
 
-    def _make_seam(self) -> Seam:
+    def _make_called_decoder(self) -> CalledDecoder:
         def check(batch: Mapping[str, Any]) -> None:
             agree_on_window([batch], self.mesh.batch_group)
-            if self.seam is not None and not self.seam.is_open:
+            if self.called_decoder is not None and not self.called_decoder.is_open:
                 self._bounds.clear()  # of a window that an error has ended
             if is_recording() and self.mesh.device.type != "cpu":
                 self._bounds.append(self.value_bounds([batch]))  # a look would wait for the device
@@ -213,18 +223,18 @@ class Engine(Diagnostics):
                 f"schedule={self.config.schedule!r} has no slot for a forward and a backward pass: with a loss of your "
                 "own, nothing overlaps; use schedule='auto'"
             )
-        seam = Seam(self.runner, self._maker, check, self._begin_window, self.plain)
+        called_decoder = CalledDecoder(self.runner, self._maker, check, self._begin_window, self.plain)
         decoder = self.family.decoder(self.base)
-        seam.put_into(decoder)
+        called_decoder.put_into(decoder)
         leave_out_unread(decoder)
-        return seam
+        return called_decoder
 
     def _refuse_direct_use(self, instead: Instead) -> None:
         """Lets the model raise where a call would now work on this rank's part alone."""
         has_parts = is_cut(self.runner.rank_units, self.mesh)
         for model in {self.model, self.base} if has_parts or self.mesh.batch_group is not None else ():
             model._is_cut_by_helix = True
-            if self.seam is None:
+            if not self.ends_at_decoder:
                 refuse_calls(model, instead, self.plain)
         if has_parts or self.mesh.batch_group is not None:
             run_generation(self.base, self.plain)
@@ -236,7 +246,7 @@ class Engine(Diagnostics):
         self._snapshot.check(with_types=self.mesh.pipe.size > 1 or self.mesh.cp.size > 1)
         hooks = self._snapshot.count_hooks()
         if hooks != self._hooks:
-            check_forwards(self.model, self.base, self.family, self._called, self.seam is not None)
+            check_forwards(self.model, self.base, self.family, self._modules_run_as_is, self.ends_at_decoder)
             self._hooks = hooks
 
     def close(self) -> None:
@@ -278,8 +288,8 @@ class Engine(Diagnostics):
         if not self.last_window:
             return None
         result = self._tune(lambda: self.last_window, len(self.last_window), steps_left)
-        assert self.seam is not None
-        self.seam.use(self.runner)
+        assert self.called_decoder is not None
+        self.called_decoder.use(self.runner)
         return result
 
     def _tune(
@@ -408,19 +418,19 @@ class Engine(Diagnostics):
 
     @contextlib.contextmanager
     def _begin_window(self, window: Sequence[MicroBatch]) -> Iterator[None]:
-        """Returns the context of a window of calls, see `Seam`."""
+        """Returns the context of a window of calls, see `CalledDecoder`."""
         self._check_trainable()
         with set_aside(self.runner.rank_units.stepped), self._counted(window):
             yield
 
     def finish_window(self) -> None:
-        """Ends a window of calls, see `Seam`: gradients are complete. Collective."""
-        assert self.seam is not None
-        self.seam.finish()
+        """Ends a window of calls, see `CalledDecoder`: gradients are complete. Collective."""
+        assert self.called_decoder is not None
+        self.called_decoder.finish()
         bounds, self._bounds = self._bounds, []
         if bounds:
             self.limits.raise_if_invalid([torch.stack(bounds).amax(0).tolist()])
-        self.last_window = self.seam.window
+        self.last_window = self.called_decoder.window
         self._divided.note_gradients()
 
     def _make_window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[MicroBatch]:
@@ -492,10 +502,10 @@ class Engine(Diagnostics):
         Every rank enters the context. Ranks that share a batch call the model on equal values, and draw the same random
         numbers. Linears and lookups run over slices; other cut weights, such as experts, are gathered once.
         """
-        if is_calling() or is_direct_use_allowed():
+        if is_running_model_code() or is_direct_use_allowed():
             yield self.model
             return
-        with unsharded(self.runner.rank_units, "the model is called without gradients"), calling():
+        with unsharded(self.runner.rank_units, "the model is called without gradients"), running_model_code():
             self.mesh.share_random_state()
             yield self.model
 

@@ -51,7 +51,7 @@ def step_shards(optimizer: Any, rank_units: RankUnits, streams: Streams) -> None
     """Replaces sharded parameters by this rank's shards in the param groups of an optimizer, also in later groups.
 
     The optimizer may be wrapped by Accelerate, and may have the shards already. Where shards lie on the host, a step
-    goes slice by slice, and copies to the device on `streams` run beside it.
+    goes by flat parameters, and copies to the device on `streams` run beside it.
     """
     shards, optimizer = rank_units.shards, getattr(optimizer, "optimizer", optimizer)
     if steps_shards(optimizer):  # as at a second `train()`
@@ -100,10 +100,10 @@ def host_threads(rank_units: RankUnits) -> Iterator[None]:
 
 
 class HostStep:
-    """A step of an optimizer over shards on the host, slice by slice: a slice waits for its own gradients, and its new
-    weights are on their way to the device while the host steps the next; where copies are slower than steps, the next
-    window copies the rest, in the order of use. The step itself takes parameters on the device, and its hooks run once;
-    the slices follow.
+    """A step of an optimizer over shards on the host, shard by shard: the shard of a flat parameter waits for its own
+    gradients, and its new weights are on their way to the device while the host steps the next; where copies are slower
+    than steps, the next window copies the rest, in the order of use. The step itself takes parameters on the device,
+    and its hooks run once; the shards follow.
 
     An optimizer of torch counts the steps of every parameter by itself, so it can be called for a few of them. Others
     step all at once.
@@ -139,11 +139,11 @@ class HostStep:
         self._complete()
         _fuse(self._optimizer)
         self._groups = [(group, group["params"]) for group in self._optimizer.param_groups]
-        of_slices = {shard for flat in self._flats for shard in flat.shards.values()}
+        on_host = {shard for flat in self._flats for shard in flat.shards.values()}
         if self._steps_parts:
-            self._take(lambda parameter: parameter not in of_slices)
+            self._take(lambda parameter: parameter not in on_host)
         else:
-            arrived(shard.grad for shard in of_slices)
+            arrived(shard.grad for shard in on_host)
 
     def _take(self, chosen: Callable[[Any], bool]) -> None:
         """Leaves chosen parameters alone in the param groups."""

@@ -307,7 +307,7 @@ class Bench:
         for setup in map(self._step, self._before(0, timed)):
             assert isinstance(setup, BoundComputation)
             setup.method(self.values)(ctx, *(self.values[key] for key in setup.reads))
-        ctx.saves_for_backward = step.keeps
+        ctx.saves_for_backward = step.saves_for_backward
         run = step.method(self.values)
 
         def compute() -> None:
@@ -331,7 +331,7 @@ class Bench:
         """The forward operators that a backward operator needs; of recompute where it is recomputed."""
         if timed.op.part in (Part.F, Part.R) or timed.op.kind.communicates:
             return []
-        made = unit_instructions(self.runner.layout, (repeat, timed.unit), forward=not timed.op.recomputed)
+        made = unit_instructions(self.runner.layout, (repeat, timed.unit, not timed.op.recomputed))
         before = [
             i
             for i in made
@@ -340,7 +340,7 @@ class Bench:
         return [i for i in before if i.operator and i.operator.part in (Part.F, Part.R)]
 
     def _instruction(self, repeat: int, timed: TimedOperator, ends: bool = False) -> Instruction:
-        made = unit_instructions(self.runner.layout, (repeat, timed.unit), forward=timed.op.part is Part.F)
+        made = unit_instructions(self.runner.layout, (repeat, timed.unit, timed.op.part is Part.F))
         instruction = next(i for i in made if i.operator is not None and i.operator.name == timed.op.name)
         return replace(instruction, ends=ends)
 
@@ -367,7 +367,7 @@ def _capture(runner: Runner, batch: MicroBatch) -> dict[Key, Tensor]:
     keep: set[Key] = set()
     for unit in _first_units(runner).values():
         for forward in (True, False):
-            for instruction in unit_instructions(layout, (0, unit), forward):
+            for instruction in unit_instructions(layout, (0, unit, forward)):
                 keep.update(instruction.needs + instruction.writes)
     program = runner.build_program(runner.scheduler(1), keep)
     values = runner.executor.run(program, [batch], runner.sources(), saves_for_backward=True)[0]

@@ -10,7 +10,7 @@ Out:  tensors; parameter gradients are added to `parameter.grad`.
 Must hold: a computation never communicates; a communication never computes a gradient. The state of an operator between
 forward and backward lies in its `OperatorContext`, so the same operator serves many micro-batches at once. A gradient
 for another rank has the type of its value.
-Activations have the layout [sequence, batch, hidden]; a rank holds its slice of the sequence where a comment says
+Activations have the layout [sequence, batch, hidden]; a rank holds its part of the sequence where a comment says
 "shard".
 """
 

@@ -1,10 +1,10 @@
 """Functions with explicit backward: a kernel or a few, without an autograd graph around them.
 
-In:   the inputs of a segment.
+In:   the inputs of an operator.
 Out:  its output, and the tensors for its backward; backward returns the gradients of the inputs, and adds to those of
       parameters.
 Must hold: results are rounded as by autograd, except where a docstring says so. Where `applies` returns False, the
-segment leaves the function to autograd.
+operator leaves the function to autograd.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ class Explicit(ABC):
 
     @abstractmethod
     def applies(self, *inputs: Tensor) -> bool:
-        """Returns whether the result equals the segment's function for these inputs, on their device."""
+        """Returns whether the result equals the operator's function for these inputs, on their device."""
 
     @abstractmethod
     def forward(self, precision: Precision, *inputs: Tensor) -> tuple[Tensor, Tensors]:

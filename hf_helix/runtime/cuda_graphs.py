@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from hf_helix.config import AUTO, OFFLOAD, HelixConfig
+from hf_helix.operators.autograd_operator import has_hooks
 from hf_helix.operators.moe.dispatch import RouterMeter
 from hf_helix.operators.random_numbers import Source, drawing_from
-from hf_helix.operators.segment import has_hooks
 from hf_helix.runtime.distributed.agreement import sum_over_ranks
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.microbatch import MicroBatch, derive_seed
@@ -505,12 +505,12 @@ class WindowGraphs:
             self._tell(f"cuda_graphs={self._option!r}: {text}")
 
 
-def reason_against_all_graphs(mesh: Mesh, runner: Runner, config: HelixConfig, has_own_loss: bool) -> str | None:
-    """Returns why no window of a run is captured, if so; with `has_own_loss` the caller computes the loss between the
-    passes."""
+def reason_against_all_graphs(mesh: Mesh, runner: Runner, config: HelixConfig, ends_at_decoder: bool) -> str | None:
+    """Returns why no window of a run is captured, if so; with `ends_at_decoder` the caller computes the loss between
+    the passes."""
     if mesh.device.type != "cuda":
         return f"the model is on a {mesh.device.type} device"
-    if has_own_loss:
+    if ends_at_decoder:
         return "the loss is computed by code outside of the model, between passes whose values move from call to call"
     if config.offload or config.recompute == OFFLOAD:
         return "gradients lie elsewhere on the host in every window (offload), and a graph copies them where they lay"
@@ -536,7 +536,7 @@ def reason_against_graph(runner: Runner, leaves: Iterable[Any]) -> str | None:
         if not isinstance(leaf, Tensor | int | float | str | None):
             return f"attention takes a {type(leaf).__name__} with every batch, which is no tensor"
     for unit in runner.rank_units.units.values():
-        for module in unit.called:
+        for module in unit.modules_run_as_is:
             if any(map(has_hooks, module.modules())):
                 return f"a part of {unit.label} ({type(module).__name__}) has hooks, which a graph would not call"
     return None

@@ -59,7 +59,7 @@ class BoundOperator:
         op: the operator of the graph.
         adds_to: the reductions of every micro-batch that the operator adds to.
         unit: the unit of the operator.
-        place: index of the unit, and name of the declared operator.
+        operator_key: index of the unit, and name of the declared operator.
         returns: the gathered weights without a later reader, as flat parameters and keys.
     """
 
@@ -69,7 +69,7 @@ class BoundOperator:
         self.microbatch = made.microbatch
         self.adds_to = () if op.part is Part.F else often_adding.get((made.unit, op.name), ())
         self.unit = units[made.unit]
-        self.place = made.unit, op.forward_name
+        self.operator_key = made.unit, op.forward_name
         self.reads = made.reads
         self.writes = made.writes
         self.frees = made.frees
@@ -83,7 +83,7 @@ class BoundComputation(BoundOperator):
     Attributes:
         run: the method.
         awaited: the ZeRO-1 flat parameters of the unit.
-        keeps: whether a forward may save values for backward.
+        saves_for_backward: whether forward may save state; not where backward runs forward again.
         weights: the gathered weights that the operator reads, as flat parameters and keys.
     """
 
@@ -94,7 +94,7 @@ class BoundComputation(BoundOperator):
         self.adds = made.accumulates if any(made.accumulates) else ()
         self.run: Method = self.unit.operators[op.forward_name].method_of(op.part)
         self.awaited = tuple(zero1_flat_parameters(self.unit.flat_parameters.values()))
-        self.keeps = not (op.recomputed and op.part is Part.F)
+        self.saves_for_backward = not (op.recomputed and op.part is Part.F)
         flats = (self.unit.flat_parameters[name] for name in op.weights)
         self.weights = list(zip(flats, made.weights, strict=True))
 
@@ -374,16 +374,16 @@ class Executor:
             for key in step.needs:
                 if key in events:
                     self._wait(events.pop(key))
-        ctx = state.contexts.get(step.place) or state.context_of(*step.place, step.unit)
+        ctx = state.contexts.get(step.operator_key) or state.context_of(*step.operator_key, step.unit)
         # An operator that is recomputed in backward saves nothing in forward.
-        ctx.saves_for_backward = state.saves_for_backward and step.keeps
+        ctx.saves_for_backward = state.saves_for_backward and step.saves_for_backward
         run = step.method(values) if step.weights else step.run
         if step.adds:
             ctx.partials = tuple([None if key is None else values[key] for key in step.adds])
         if trace is None:
             outputs = run(ctx, *map(values.__getitem__, step.reads))
         else:
-            label = self.label(state.key[1], step.place[0], step.op)
+            label = self.label(state.key[1], step.operator_key[0], step.op)
             trace.note("run", label)
             inputs = [values[key] for key in step.reads]
             outputs = self.streams.compute(lambda: run(ctx, *inputs), label)
@@ -406,9 +406,9 @@ class Executor:
         after = [events[key] for key in step.reads if key in events] if events else ()
         label = op.name
         if trace is not None:
-            label = self.label(state.key[1], step.place[0], op)
+            label = self.label(state.key[1], step.operator_key[0], op)
             trace.note("issue", label)
-        ctx = state.contexts.get(step.place) or state.context_of(*step.place, step.unit)
+        ctx = state.contexts.get(step.operator_key) or state.context_of(*step.operator_key, step.unit)
         outputs, work = step.prepare(ctx, op.part, *inputs)
         event = self.streams.issue(op.kind, work, after, label, step.lane)
         for key, output in zip(step.writes, outputs, strict=True):

@@ -104,7 +104,7 @@ class LocalParameter:
             start += last - first
         return {offset: piece for offset, piece in pieces.items() if piece.numel()}
 
-    def places(self, local: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+    def pieces_with_index(self, local: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
         """Yields the views of `pieces`, each with its index in the full tensor."""
         for offset, piece in self.pieces(local).items():
             yield piece, tuple(slice(at, at + length) for at, length in zip(offset, piece.shape, strict=True))

@@ -20,7 +20,7 @@ from hf_helix.runtime.streams import Event
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A slice of the batch.
+    """A part of the batch.
 
     Attributes:
         prepare: makes the tensors without gradient, by name (ids, targets, masks, positions).

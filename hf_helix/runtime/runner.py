@@ -75,10 +75,11 @@ class Runner:
         )
         self._programs: dict[object, Program] = {}
         head = self.rank_units.head
-        (loss,) = self.layout.graphs[self.layout.units[head]].forward.outputs
-        self._loss: Key = (head, loss)
-        self._loss_gradient: Key = (head, f"d.{loss}")
-        self._shape = self.rank_units.all_units[head].loss_shape
+        (output,) = self.layout.graphs[self.layout.units[head]].forward.outputs  # the loss, or the decoder's output
+        self._output: Key = (head, output)
+        self._output_gradient: Key = (head, f"d.{output}")
+        self._loss_shape = self.rank_units.all_units[head].loss_shape
+        self._ends_at_decoder = self.rank_units.all_units[head].ends_at_decoder
         self._logits: Key = (rank_units.slice, self.rank_units.all_units[head].logits or "")
         self._last = self.layout.rank_of(head)
         graphs = {unit: self.layout.graph(unit, True) for unit in rank_units.units if not self.layout.transfers(unit)}
@@ -110,9 +111,9 @@ class Runner:
         self.rank_units.mark_weights_stale()  # a step follows, or a measured window moved nothing
         if reduction:
             reduction.finish()
-        if self._shape is None:
+        if self._ends_at_decoder:
             return []
-        losses = [values[self._loss] for _, values in sorted(kept.items()) if self._loss in values]
+        losses = [values[self._output] for _, values in sorted(kept.items()) if self._output in values]
         return list(self._everywhere(losses, len(microbatches)))
 
     def reduction(self, last: int | None = None) -> GradientReducer:
@@ -155,9 +156,9 @@ class Runner:
         Returns:
             The loss on every rank, and the logits of all rows [sequence, batch, vocabulary slice].
         """
-        keys = (self._loss, self._logits) if keep_logits else (self._loss,)
+        keys = (self._output, self._logits) if keep_logits else (self._output,)
         found = self.run_forward(microbatches, keys)
-        loss = self._everywhere(found[self._loss], len(microbatches)).sum(0)
+        loss = self._everywhere(found[self._output], len(microbatches)).sum(0)
         if not keep_logits:
             return loss, None
         joined = torch.cat(found[self._logits], 1) if found[self._logits] else None
@@ -182,17 +183,17 @@ class Runner:
     def sources(self) -> Sources:
         """Returns the values that micro-batches of a window start with: the gradient of the loss; 0 for the decoder's
         output where a caller computes the loss."""
-        if self._shape is None:
+        if self._ends_at_decoder:
             return self._without_loss
-        gradient = torch.zeros(self._shape, device=self.mesh.device)
+        gradient = torch.zeros(self._loss_shape, device=self.mesh.device)
         gradient.view(-1)[:1] = 1.0  # figures after the loss have none
-        of_all: dict[Key, Tensor | None] = {self._loss_gradient: gradient}
+        of_all: dict[Key, Tensor | None] = {self._output_gradient: gradient}
         return lambda _: of_all
 
     def _without_loss(self, batch: MicroBatch) -> dict[Key, Tensor | None]:
         if batch.output is None:
             return self._absent
-        return {**self._absent, self._loss_gradient: torch.zeros_like(batch.output, device=self.mesh.device)}
+        return {**self._absent, self._output_gradient: torch.zeros_like(batch.output, device=self.mesh.device)}
 
     def absent_gradients(self, batch: MicroBatch) -> dict[Key, Tensor | None]:
         """Returns None for every gradient that a caller of the decoder may give."""
@@ -201,8 +202,8 @@ class Runner:
     def program(self, num_microbatches: int) -> Program:
         """Returns this rank's program for a window of a number of micro-batches."""
         if num_microbatches not in self._programs:
-            program = self.build_program(self.scheduler(num_microbatches), (self._loss,))
-            validate_program(program.once, [self._loss_gradient], self.layout, program.slots)
+            program = self.build_program(self.scheduler(num_microbatches), (self._output,))
+            validate_program(program.once, [self._output_gradient], self.layout, program.slots)
             self._programs[num_microbatches] = program
         return self._programs[num_microbatches]
 
@@ -213,8 +214,10 @@ class Runner:
 
     def _everywhere(self, losses: Sequence[Tensor], count: int) -> Tensor:
         """Returns the losses of all tokens on every rank, from the ranks with the head."""
-        assert self._shape is not None
-        result = torch.stack(list(losses)) if losses else torch.zeros((count, *self._shape), device=self.mesh.device)
+        assert not self._ends_at_decoder
+        result = (
+            torch.stack(list(losses)) if losses else torch.zeros((count, *self._loss_shape), device=self.mesh.device)
+        )
         result = self.share(result, kind=(result.shape, result.dtype))
         group = self.mesh.cp.group
         if group is not None:

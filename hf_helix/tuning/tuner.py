@@ -48,7 +48,7 @@ from hf_helix.tuning import cache
 from hf_helix.tuning.budget import BASELINE, CANDIDATES, FULL, QUICK, StepTimer, Tier, affordable, tuning_cost
 from hf_helix.tuning.cache import file_digest
 from hf_helix.tuning.candidates import baseline_runner, make_plans, plan_runners, predict_window
-from hf_helix.tuning.verdict import TuningResult, contention_of, format_tuning, format_verdict
+from hf_helix.tuning.result_text import TuningResult, contention_of, format_summary, format_tuning
 
 CLOSE = 1.05  # times that differ by less than this may have changed places
 MEASURED = {AUTO: CANDIDATES} | {rule: (rule,) for rule in NEED_PROFILE}
@@ -91,7 +91,7 @@ def tune(
     }
     predicted = {name: predict_window(candidate, profile, len(window)) for name, candidate in runners.items()}
     baseline = _label(BASELINE, schedulers[0], schedulers)
-    shortlist = sorted(predicted, key=lambda name: (name != baseline, predicted[name]))[: tier.timed + 1]
+    shortlist = _never_slower_than(baseline, predicted, tier.timed)
     timed = {name: candidate for name, candidate in runners.items() if name in shortlist}
     overlaps = measure_overlap(timed, window, tier.repeats, stage_progress(progress, "timing plans"), graphs)
     overlaps = _time_close_again(overlaps, timed, window, tier.repeats, graphs)
@@ -108,6 +108,12 @@ def tune(
         tier=tier.name,
     )
     return runners[chosen], result
+
+
+def _never_slower_than(baseline: str, predicted: Mapping[str, float], num_others: int) -> list[str]:
+    """Returns the candidates to time, by the shortest predictions. The baseline (`sequential`), if a candidate, is
+    always among them, and the fastest step wins: the chosen plan is never slower than the baseline, beyond noise."""
+    return sorted(predicted, key=lambda name: (name != baseline, predicted[name]))[: num_others + 1]
 
 
 def _time_close_again(
@@ -369,9 +375,9 @@ class Tuner:
 
     @staticmethod
     def _in_words(result: TuningResult, runner: Runner, timed: _TimedWindow) -> TuningResult:
-        """The result with its verdict and report."""
-        verdict = format_verdict(result, contention_of(runner.mesh))
-        return dataclasses.replace(result, verdict=verdict, report=format_tuning(result, timed.share))
+        """The result with its summary and report."""
+        summary = format_summary(result, contention_of(runner.mesh))
+        return dataclasses.replace(result, summary=summary, report=format_tuning(result, timed.share))
 
     def _say_untuned(self, runner: Runner, timed: _TimedWindow, seconds_left: float) -> None:
         """Says once that `auto` measures nothing, with the reason."""

@@ -71,7 +71,7 @@ def one_rank(
         made = workload.runner
         made.executor.streams.close()
         profile, schedule = rough_profile(made.rank_units.layout), made.scheduler(microbatches)
-        chosen = make_plan(plan, profile, model="m", mesh=helix.option_sizes, schedule=schedule, searching=0.02)
+        chosen = make_plan(plan, profile, model="m", mesh=helix.option_sizes, schedule=schedule, search_share=0.02)
         streams = CudaStreams(CPU, cuda)
         yield (
             Runner(made.rank_units, chosen, mesh, streams, made.scheduler, 0, made.precision.autocast_dtype),

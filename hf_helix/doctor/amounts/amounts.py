@@ -236,9 +236,9 @@ def count_amounts(
         for entry, op in layout.graphs[layout.units[index]].entries()
     }
     names = {label: name for name, label in labels.items()}
-    places = {label: (layout.units.index(unit), entry) for (unit, entry), label in labels.items()}
+    entries = {label: (layout.units.index(unit), entry) for (unit, entry), label in labels.items()}
     unsharded = {(index, name) for index, unit in rank_units.all_units.items() for name in unit.flat_parameters}
-    lifetimes = lifetimes_of(second, watch, places, layout, unsharded)
+    lifetimes = lifetimes_of(second, watch, entries, layout, unsharded)
     ran = [names[label] for label in second.counted]  # in execution order, which decides memory
     assert set(ran) == {name for name, _ in named_operators(layout)}
     gathered = lifetimes.weights()

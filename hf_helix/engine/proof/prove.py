@@ -28,6 +28,7 @@ from transformers import AutoConfig, PretrainedConfig
 from hf_helix.checkpoint.cut_parameters import full_parameter
 from hf_helix.config import HelixConfig
 from hf_helix.engine.build import Declared, RunOptions, declare, start_runner
+from hf_helix.engine.called_decoder import CalledDecoder
 from hf_helix.engine.evaluate import evaluate_batch
 from hf_helix.engine.float8 import use_float8
 from hf_helix.engine.microbatches import LossScale, WindowMaker
@@ -50,7 +51,6 @@ from hf_helix.engine.proof.reference import (
 )
 from hf_helix.engine.proof.verdict import ComparedWindow, Proof, compare, float8_error
 from hf_helix.engine.recompute import modes_of
-from hf_helix.engine.seam import Seam
 from hf_helix.models.batch_inputs import LOSS_ALONE
 from hf_helix.models.causal_lm import build_causal_lm, check_causal_lm_class, classifier_classes
 from hf_helix.models.copies import copy_module
@@ -283,7 +283,9 @@ class _Copy:
     def declare(self) -> Declared:
         """The cut of the copy, on this rank alone."""
         modes = modes_of(family_of(self.model).layers(self.model), None, self.config)
-        return declare(self.model, self.config, self.mesh, modes, LossTweaks(own=ends_at_decoder(self.model)))
+        return declare(
+            self.model, self.config, self.mesh, modes, LossTweaks(ends_at_decoder=ends_at_decoder(self.model))
+        )
 
     # -- windows -------------------------------------------------------------------------------------------------
 
@@ -355,15 +357,15 @@ class _Copy:
 
     def _train_output(self, runner: Runner, batches: Sequence[Batch]) -> tuple[list[Tensor], Tensor]:
         """Runs a window with a loss of the decoder's output; returns the losses, and the output for the first batch."""
-        seam = Seam(runner, WindowMaker(self.model, self.mesh))
+        called_decoder = CalledDecoder(runner, WindowMaker(self.model, self.mesh))
         losses, outputs = [], []
         for batch in batches:
-            with seam.training(step=0):
-                loss, output = loss_of_output(seam.outputs(inputs_of(batch))[0], batch)
+            with called_decoder.training(step=0):
+                loss, output = loss_of_output(called_decoder.outputs(inputs_of(batch))[0], batch)
                 loss.backward()
             losses.append(loss.detach())
             outputs.append(output.detach())
-        seam.finish()
+        called_decoder.finish()
         return losses, outputs[0]
 
     def _full_gradients(self, runner: Runner) -> dict[str, Tensor]:

@@ -182,7 +182,7 @@ def engine_with(
         engine.runner.executor.streams.close()
         cuda = recorder.cuda if recorder is not None else FakeCuda()
         engine.runner.executor.streams = CudaStreams(CPU, cuda)  # in this thread, where operators are seen
-        called = [module for unit in engine.runner.rank_units.units.values() for module in unit.called]
+        called = [module for unit in engine.runner.rank_units.units.values() for module in unit.modules_run_as_is]
         switches = Snapshot(engine.model, called).switches
         engine.graphs = WindowGraphs(say, recorder, option, switches) if recorder is not None else None
         yield engine

@@ -18,7 +18,7 @@ from hf_helix.operators.communication.transport import Recorder
 from hf_helix.report.comparison import format_comparison, format_speeds, predict_around
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.runner import forget_gradients
-from hf_helix.tuning.verdict import format_scorecard
+from hf_helix.tuning.result_text import format_scorecard
 
 # What the ranks run
 

@@ -14,7 +14,7 @@ from hf_helix.models import stock_modules
 from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
-from hf_helix.operators import segment
+from hf_helix.operators import autograd_operator
 from hf_helix.operators.vocab_parallel import CHUNK, TokenStatistics
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.scheduler import Scheduler
@@ -32,7 +32,7 @@ LENGTHS = (12, 16, 9)
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Everything of `torch.compile` but the code generator, unless a test asks for it."""
-    monkeypatch.setattr(segment, "COMPILER", "aot_eager")
+    monkeypatch.setattr(autograd_operator, "COMPILER", "aot_eager")
     torch._dynamo.reset()
     counters.clear()
     yield
@@ -101,7 +101,7 @@ def test_layers_share_a_compilation_and_shapes_do_too(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16])
 def test_generated_code(family: str, autocast_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16 the error against fp32 is at most twice that without compilation."""
-    monkeypatch.setattr(segment, "COMPILER", "inductor")
+    monkeypatch.setattr(autograd_operator, "COMPILER", "inductor")
     model = tiny(family)
     exact = train(model, compile=False)
     plain = [
@@ -129,7 +129,7 @@ def test_the_loss_of_several_chunks(overwrites: bool, monkeypatch: pytest.Monkey
         return statistics, operator.backward(ctx, torch.randn(statistics.shape, generator=draws))[0]
 
     for tokens in (8, 32, 33):  # one chunk, several, and a last one that is smaller
-        result = statistics_and_gradient(tokens, segment.compiled)
+        result = statistics_and_gradient(tokens, autograd_operator.compiled)
         expected = statistics_and_gradient(tokens, lambda function: function)
         for one, other in zip(result, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)

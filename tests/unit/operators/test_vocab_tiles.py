@@ -11,10 +11,10 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_helix.operators import vocab_tiles
+from hf_helix.operators.autograd_operator import AutogradOperator
 from hf_helix.operators.base import OperatorContext, explicit_gradients
 from hf_helix.operators.linears.linear import Linear
 from hf_helix.operators.param_shard import cut_bounds
-from hf_helix.operators.segment import Segment
 from hf_helix.operators.vocab_parallel import IGNORED, TokenStatistics, cross_entropy
 from hf_helix.operators.vocab_tiles import Deferred, HeadInTiles
 from hf_helix.planning.graph.operator import Part
@@ -71,7 +71,7 @@ def of_ranks(dtype: torch.dtype, change: Change | None, smoothing: float, size: 
         tiles = HeadInTiles(part, linear.parameters, change, recomputes=True)
         chain: list[Any] = [Deferred(linear, tiles)]
         if change is not None:
-            chain.append(Deferred(Segment(change, elementwise=True), tiles))
+            chain.append(Deferred(AutogradOperator(change, elementwise=True), tiles))
         chain.append(TokenStatistics(first, WORDS, smoothing, change is None, head=tiles))
         ranks.append((part, chain))
     for _ in range(2):

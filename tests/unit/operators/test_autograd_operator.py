@@ -1,4 +1,4 @@
-"""A Segment computes what autograd would, bit for bit, and keeps only what its backward needs."""
+"""An AutogradOperator computes what autograd would, bit for bit, and keeps only what its backward needs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
+from hf_helix.operators.autograd_operator import AutogradOperator, Dropout
 from hf_helix.operators.base import OperatorContext, explicit_gradients
-from hf_helix.operators.segment import Dropout, Segment
 
 Case = tuple[Callable[..., Any], list[nn.Parameter], tuple[Tensor, ...]]
 
@@ -61,9 +61,9 @@ def test_equals_autograd_bit_for_bit(make: Callable[[], Case], frees: bool) -> N
     for parameter in parameters:
         parameter.grad = None
 
-    segment, contexts = Segment(function, parameters, frees_inputs=frees), [new_context(), new_context()]
-    result = [segment.forward(ctx, *batch) for ctx, batch in zip(contexts, batches, strict=True)]
-    gradients = [segment.backward(ctx, *given) for ctx, given in zip(contexts, directions, strict=True)]
+    operator, contexts = AutogradOperator(function, parameters, frees_inputs=frees), [new_context(), new_context()]
+    result = [operator.forward(ctx, *batch) for ctx, batch in zip(contexts, batches, strict=True)]
+    gradients = [operator.backward(ctx, *given) for ctx, given in zip(contexts, directions, strict=True)]
     for (outputs, of_inputs), ours, of_ours in zip(expected, result, gradients, strict=True):
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, outputs, strict=True))
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(of_ours, of_inputs, strict=True))
@@ -73,9 +73,12 @@ def test_equals_autograd_bit_for_bit(make: Callable[[], Case], frees: bool) -> N
 
 
 def test_side_inputs_get_no_gradient_and_an_unused_input_gets_zeros() -> None:
-    segment, ctx = Segment(lambda x, y, mask: x * mask, side=("mask",)), new_context(mask=torch.tensor([1.0, 0.0]))
-    segment.forward(ctx, torch.ones(2), torch.ones(3))
-    of_x, of_y = segment.backward(ctx, torch.ones(2))
+    operator, ctx = (
+        AutogradOperator(lambda x, y, mask: x * mask, side=("mask",)),
+        new_context(mask=torch.tensor([1.0, 0.0])),
+    )
+    operator.forward(ctx, torch.ones(2), torch.ones(3))
+    of_x, of_y = operator.backward(ctx, torch.ones(2))
     assert of_x.tolist() == [1.0, 0.0]
     assert of_y.tolist() == [0.0, 0.0, 0.0]
 
@@ -86,14 +89,14 @@ def test_side_inputs_get_no_gradient_and_an_unused_input_gets_zeros() -> None:
 )
 def test_keeps_only_what_backward_needs(function: Callable[..., Tensor], keeps_output: bool, keeps_input: bool) -> None:
     """exp needs its output and square its input, so the probe can tell the difference."""
-    segment, ctx = Segment(function, frees_inputs=True), new_context()
+    operator, ctx = AutogradOperator(function, frees_inputs=True), new_context()
     value = torch.randn(100)
-    (output,) = segment.forward(ctx, value)
+    (output,) = operator.forward(ctx, value)
     given, made = StorageWeakRef(value.untyped_storage()), StorageWeakRef(output.untyped_storage())
     del value, output
     assert made.expired() != keeps_output
     assert given.expired() != keeps_input
-    segment.backward(ctx, torch.ones(100))
+    operator.backward(ctx, torch.ones(100))
     assert ctx.saved is None
     assert made.expired()
     assert given.expired()
@@ -103,7 +106,7 @@ def test_evaluation_keeps_nothing() -> None:
     module, parameters, (x,) = norm()
     ctx = new_context(saves_for_backward=False)
     with explicit_gradients():
-        (output,) = Segment(module, parameters).forward(ctx, x)
+        (output,) = AutogradOperator(module, parameters).forward(ctx, x)
     assert torch.equal(output, module(x).detach())
     assert ctx.saved is None
     assert not output.requires_grad

@@ -1,4 +1,4 @@
-"""Local operators: any differentiable function, run forward and backward as a segment of its own.
+"""Local operators: any differentiable function as an operator, run forward and backward by autograd.
 
 In:   a function over tensors (a Transformers submodule, usually) and its parameters.
 Out:  an operator with inputs detached from earlier operators, so that its backward runs by itself.
@@ -24,7 +24,7 @@ COMPILER = "inductor"
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of a segment, compiled at its first call.
+    """Returns a function of an operator, compiled at its first call.
 
     torch keeps compilations by the code of a function, and takes the parameters of the function as further inputs. So
     the layers of a model, with the same code, share a compilation. A second shape is compiled with open sizes, and
@@ -54,8 +54,8 @@ def has_hooks(module: Any) -> bool:
     )
 
 
-class Segment(Computation):
-    """`function(*inputs, **side)` as an operator.
+class AutogradOperator(Computation):
+    """`function(*inputs, **side)` as an operator, with the backward pass of autograd.
 
     Args:
         function: returns a tensor or a tuple of tensors.
