@@ -134,10 +134,8 @@ class Engine(Diagnostics):
         self._trained_at_cut = [parameter.requires_grad for parameter in model.parameters()]
         self.runner, self._divided = self._cut(declared, options)
         self._parameters = tuple(model.parameters())
-        self._modules_run_as_is, self._snapshot = (
-            declared.modules_run_as_is,
-            Snapshot(model, declared.modules_run_as_is),
-        )
+        self._modules_run_as_is = declared.modules_run_as_is
+        self._snapshot = Snapshot(model, self._modules_run_as_is)
         self.graphs = self._make_graphs()
         self.called_decoder = self._make_called_decoder() if self.ends_at_decoder else None
         self._refuse_direct_use(instead)
