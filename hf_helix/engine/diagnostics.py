@@ -41,30 +41,28 @@ class Diagnostics:
     """The measurements of an `Engine`, the only subclass.
 
     Args:
-        model: a Transformers model, before it is cut.
-        config: the options of the run.
+        base: a Transformers model, before it is cut.
         mesh: the mesh of ranks.
 
     Attributes:
         overlap: the last result of `measure_overlap` or `compare_plans`; None before.
-        last_window: the micro-batches of the last trained window.
         figures: all figures of the last `log_entries`.
     """
 
     # Attributes of the engine.
     model: Any
+    config: HelixConfig
+    mesh: Mesh
+    last_window: list[MicroBatch]
     runner: Runner
     tuner: Tuner
     graphs: WindowGraphs | None
 
-    def __init__(self, model: Any, config: HelixConfig, mesh: Mesh) -> None:
-        self.config = config
-        self.mesh = mesh
+    def __init__(self, base: Any, mesh: Mesh) -> None:
         self.overlap: Overlap | None = None
-        self.last_window: list[MicroBatch] = []
         self.figures: dict[str, float] = {}
         peak = peak_tflops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None
-        self._live = LiveScore(token_flops(model), world_size(), mesh.dp_size, peak)
+        self._live = LiveScore(token_flops(base), world_size(), mesh.dp_size, peak)
 
     @property
     def plan(self) -> Plan:

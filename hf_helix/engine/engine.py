@@ -22,7 +22,7 @@ from hf_helix.checkpoint.load import load_adapters, load_parameters
 from hf_helix.checkpoint.save import save_full, save_pretrained
 from hf_helix.config import AUTO, HelixConfig
 from hf_helix.engine.advice import Advice
-from hf_helix.engine.build import RunOptions, declare, start_runner
+from hf_helix.engine.build import Declared, RunOptions, declare, start_runner
 from hf_helix.engine.called_decoder import CalledDecoder
 from hf_helix.engine.checks import (
     check_batch,
@@ -82,6 +82,7 @@ from hf_helix.runtime.failures.values import value_bounds
 from hf_helix.runtime.gradients.reduce import gradient_norm, set_aside
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.notices import say
+from hf_helix.runtime.runner import Runner
 from hf_helix.tuning.cache import fingerprint
 from hf_helix.tuning.candidates import calibrate_link
 from hf_helix.tuning.result_text import TuningResult
@@ -101,9 +102,11 @@ class Engine(Diagnostics):
     Attributes:
         model: the model as given.
         base: the Transformers model, inside of a `PeftModel`.
+        config, mesh: as given.
         runner: runs windows under the plan in use.
         tuner: chooses the plan.
         limits: the bounds of the ids, labels and positions of batches.
+        last_window: the micro-batches of the last trained window.
         graphs: CUDA graphs of windows; None where windows run operator by operator.
         share_of_elements: what Transformers counts as parameters now, in what it counted before: a weight in 4 bits
             counts by its bytes.
@@ -113,45 +116,60 @@ class Engine(Diagnostics):
     """
 
     def __init__(self, model: Any, config: HelixConfig, mesh: Mesh, options: RunOptions, instead: Instead) -> None:
-        check_model(model, options.loss_tweaks, options.weights)
-        check_sizes(model, config)
-        check_float8(config.float8_recipe, mesh.device)
-        self.model = model
-        self.base = base = base_of(model)
-        elements = base.num_parameters(exclude_embeddings=True)
-        open_four_bit(base)
-        self.share_of_elements = base.num_parameters(exclude_embeddings=True) / elements
-        prove_on_first_use(base, config, mesh)
-        super().__init__(base, config, mesh)
-        self.family = family_of(base)
-        self.limits = limits_of(base)
-        self._maker = WindowMaker(base, mesh)
+        self.model, self.base, self.config, self.mesh = model, base_of(model), config, mesh
+        self.share_of_elements = self._open(options)
+        self.family, self.limits = family_of(self.base), limits_of(self.base)
+        super().__init__(self.base, mesh)
+        self._maker = WindowMaker(self.base, mesh)
+        self._advice = Advice(self.base, mesh, options.autocast_dtype)
         self._trains = any(parameter.requires_grad for parameter in model.parameters())
+        self.ends_at_decoder = options.loss_tweaks.ends_at_decoder
+        self.last_window: list[MicroBatch] = []
         self._has_said_link = self._has_said_images = False
-        modes = modes_of(self.family.layers(base), options.checkpointing, config)
-        about = fingerprint(base, mesh, config, options.autocast_dtype, modes)
-        self.tuner = Tuner(config, type(base).__name__, about, options.num_microbatches)
-        warn_bf16_weights(model)
-        warn_random_start(model, options.weights, options.seed)
-        self._advice = Advice(base, mesh, options.autocast_dtype)
-        declared = declare(model, config, mesh, modes, options.loss_tweaks, autocast_dtype=options.autocast_dtype)
-        full = {name: (parameter.shape, parameter.requires_grad) for name, parameter in model.named_parameters()}
-        self._modules_run_as_is = declared.modules_run_as_is
-        self.runner = start_runner(model, declared.rank_units, config, mesh, options, self._choose_plan)
-        self._parameters = tuple(model.parameters())
-        self._trained_at_cut = [trained for _, trained in full.values()]
-        self._trained_then: list[bool] = []  # whether the last window trained each of them
-        self._divided = DividedParameters(model, self.runner.rank_units, mesh, full)
-        self._snapshot = Snapshot(model, self._modules_run_as_is)
+        self._trained_then: list[bool] = []  # whether the last window trained each parameter
         self._bounds: list[Tensor] = []  # of the calls of a window, see `value_bounds`
         self._hooks: list[int] = []  # the number of hooks of each module at the last check
-        self.ends_at_decoder = options.loss_tweaks.ends_at_decoder
+
+        declared, self.tuner = self._declare(options)
+        self._trained_at_cut = [parameter.requires_grad for parameter in model.parameters()]
+        self.runner, self._divided = self._cut(declared, options)
+        self._parameters = tuple(model.parameters())
+        self._modules_run_as_is = declared.modules_run_as_is
+        self._snapshot = Snapshot(model, self._modules_run_as_is)
         self.graphs = self._make_graphs()
         self.called_decoder = self._make_called_decoder() if self.ends_at_decoder else None
         self._refuse_direct_use(instead)
         say(self._summary())
         if config.float8_recipe:
             say(describe_float8(self.runner.rank_units.all_units.values(), config.float8_recipe, mesh.device))
+
+    def _open(self, options: RunOptions) -> float:
+        """Checks the whole model, opens weights in 4 bits, and proves what is derived; returns `share_of_elements`.
+        Collective."""
+        check_model(self.model, options.loss_tweaks, options.weights)
+        check_sizes(self.model, self.config)
+        check_float8(self.config.float8_recipe, self.mesh.device)
+        elements = self.base.num_parameters(exclude_embeddings=True)
+        open_four_bit(self.base)
+        share: float = self.base.num_parameters(exclude_embeddings=True) / elements
+        prove_on_first_use(self.base, self.config, self.mesh)
+        warn_bf16_weights(self.model)
+        warn_random_start(self.model, options.weights, options.seed)
+        return share
+
+    def _declare(self, options: RunOptions) -> tuple[Declared, Tuner]:
+        """Returns the cut of the open model, and the tuner for plans of its operators. On this rank alone."""
+        model, base, config, dtype = self.model, self.base, self.config, options.autocast_dtype
+        modes = modes_of(self.family.layers(base), options.checkpointing, config)
+        about = fingerprint(base, self.mesh, config, dtype, modes)
+        tuner = Tuner(config, type(base).__name__, about, options.num_microbatches)
+        return declare(model, config, self.mesh, modes, options.loss_tweaks, autocast_dtype=dtype), tuner
+
+    def _cut(self, declared: Declared, options: RunOptions) -> tuple[Runner, DividedParameters]:
+        """Cuts the model as declared; returns its runner, and what users see of its parameters. Collective."""
+        full = {name: (parameter.shape, parameter.requires_grad) for name, parameter in self.model.named_parameters()}
+        runner = start_runner(self.model, declared.rank_units, self.config, self.mesh, options, self._choose_plan)
+        return runner, DividedParameters(self.model, runner.rank_units, self.mesh, full)
 
     def _summary(self) -> str:
         """The model and its layout, in a line for the start of a run."""

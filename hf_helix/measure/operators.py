@@ -53,7 +53,7 @@ from hf_helix.planning.window.layout import (
     named_reductions,
 )
 from hf_helix.runtime.distributed.agreement import all_gather_object
-from hf_helix.runtime.executor import BoundInstruction, issue_gather, no_sources
+from hf_helix.runtime.executor import BoundComputation, BoundTransfer, bind, issue_gather, no_sources
 from hf_helix.runtime.gradients.buckets import Bucket
 from hf_helix.runtime.gradients.reduce import GradientReducer
 from hf_helix.runtime.microbatch import MicroBatch
@@ -222,6 +222,7 @@ class Bench:
         others = {}
         for timed in sorted(self.moving, key=lambda timed: not self.repeats(timed)):
             step = self._step(self._instruction(0, timed))
+            assert isinstance(step, BoundTransfer)
             inputs = [self.values[source] for source in step.reads]
             outputs, _ = step.prepare(self._context(timed), timed.op.part, *inputs)
             moves = (timed.op.kind, *((tuple(value.shape), value.dtype) for value in (*outputs, *inputs)))
@@ -301,9 +302,10 @@ class Bench:
         step = self._step(self._instruction(0, timed))
         inputs = [self.values[key] for key in step.reads]
         ctx = self._context(timed)
-        if step.communicates:
+        if isinstance(step, BoundTransfer):
             return step.prepare(ctx, timed.op.part, *inputs)[1]
         for setup in map(self._step, self._before(0, timed)):
+            assert isinstance(setup, BoundComputation)
             setup.method(self.values)(ctx, *(self.values[key] for key in setup.reads))
         ctx.saves_for_backward = step.saves_for_backward
         run = step.method(self.values)
@@ -314,8 +316,10 @@ class Bench:
 
         return compute
 
-    def _step(self, instruction: Instruction) -> BoundInstruction:
-        return BoundInstruction(instruction, self.runner.executor.units, self.runner.layout.often_adding)
+    def _step(self, instruction: Instruction) -> BoundComputation | BoundTransfer:
+        bound = bind(instruction, self.runner.executor.units, self.runner.layout.often_adding)
+        assert not isinstance(bound, Instruction)
+        return bound
 
     def _context(self, timed: TimedOperator) -> OperatorContext:
         unit = self.runner.executor.units[timed.unit]

@@ -9,6 +9,7 @@ refused with the reason. Layers with equal code, options and arguments share a t
 """
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -295,13 +296,13 @@ class DerivedFamily(Family):
     def _trace_layer(self, layer: nn.Module, call: LayerCall, inlined: frozenset[str]) -> ModuleTrace:
         opaque_calls, skeleton = OpaqueCalls(inlined), skeleton_of(layer).train()
         opaque_calls.replace(skeleton)
-        recorded = opaque_calls.record(skeleton, self._routers_in(layer))
+        recorded, are_tuples = opaque_calls.record(skeleton, self._routers_in(layer)), list[bool]()
 
         def run(module: Any, x: Tensor, given: Sequence[Tensor]) -> Any:
             args, kwargs = call.fill(dict(zip((g.name for g in call.given), given, strict=True)))
             recorded.clear()
             result = module(x, *args, **kwargs)
-            self.calls.is_tuple = isinstance(result, tuple)
+            are_tuples.append(isinstance(result, tuple))
             rest, logits = self.calls.decoder.rest, [x for x in recorded if isinstance(x, Tensor)]
             (handed,) = result[1:] if rest else (None,)
             if isinstance(handed, Tensor) and not handed.is_floating_point() and rest == (None,):
@@ -314,18 +315,18 @@ class DerivedFamily(Family):
         graph = trace(skeleton, opaque_calls, hidden, call.given, run)
         if graph.longest is not None and graph.longest < self._num_positions:
             raise Underivable(f"its code does something else for rows of more than {graph.longest} tokens")
-        return graph
+        return dataclasses.replace(graph, is_tuple=are_tuples[-1])
 
     def _trace_model(self, model: Any, inlined: frozenset[str]) -> ModuleTrace:
         """Traces a full model with opaque layers, up to its logits or to the output of its decoder."""
-        self._kind(0, 1, 0)  # sets `calls.is_tuple`
+        is_tuple = self._kind(0, 1, 0).trace.is_tuple
         opaque_calls, skeleton, decoder = OpaqueCalls(inlined), skeleton_of(model).train(), self.calls.decoder
         skeleton.config.output_router_logits = False  # the loss of routers is not in the logits
         vars(skeleton).pop("forward", None)  # refused elsewhere, or code above the decoder, such as TRL's fused head
         layers: Any = skeleton.get_submodule(decoder.prefix)
         for number, layer in enumerate(layers):
             opaque = opaque_calls.add(CallKind.LAYER, str(number))
-            layer.forward = _as_opaque(opaque, self.calls.is_tuple, decoder.rest)
+            layer.forward = _as_opaque(opaque, is_tuple, decoder.rest)
         inside = {id(module) for module in layers.modules()}
         table = model.get_input_embeddings()
         opaque_calls.set_table(next(name for name, module in model.named_modules() if module is table), table)

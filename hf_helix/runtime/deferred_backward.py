@@ -102,7 +102,7 @@ class DeferredBackward:
             batches,
             self.runner.absent_gradients,
             saves_for_backward=True,
-            reduce_gradients=self._reducing() if earlier else None,
+            reduction=self._reducing() if earlier else None,
             states=states,
         )
         held, read = [states[count + place] for place in range(count)], programs.read_backward
@@ -167,7 +167,7 @@ class DeferredBackward:
         self._set_modes(call.modes)
         try:
             self.runner.executor.run(
-                program, call.pieces, no_sources, saves_for_backward=True, reduce_gradients=reduction, states=states
+                program, call.pieces, no_sources, saves_for_backward=True, reduction=reduction, states=states
             )
         finally:
             self._set_modes(modes)

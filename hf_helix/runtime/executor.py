@@ -6,7 +6,7 @@ Must hold: one executor for every plan. The executor issues in the program's ord
 for the values that an operator reads, frees a value after its last reader, and never synchronises with the device. No
 rank waits until another rank has received a tensor; a sent tensor stays alive until then.
 
-    for step in program:  (each bound once to its operator, see `BoundInstruction`)
+    for step in program:  (each bound once, see `bind`)
         barrier             wait for the collectives of all micro-batches
         gradient reduction  issue the reduction of the bucket
         ZeRO-1 gather       issue the gather, unless the buffer is current; likewise the copy from the host before it
@@ -33,6 +33,7 @@ from hf_helix.planning.graph.operator import Kind, Operator, Part
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Key
 from hf_helix.planning.window.program import Program
+from hf_helix.runtime.gradients.reduce import GradientReducer
 from hf_helix.runtime.microbatch import MicroBatch, MicroBatchState
 from hf_helix.runtime.streams import Event, Streams
 
@@ -50,70 +51,95 @@ OftenAdding = Mapping[tuple[int, str], Sequence[int]]
 """See `Layout.often_adding`."""
 
 
-class BoundInstruction:
+class BoundOperator:
     """An instruction bound to its operator: everything that is the same in every window, and nothing of one
     micro-batch. `Instruction` explains the attributes that are not listed.
 
     Attributes:
-        op: the operator of the graph; None for a barrier, without other attributes.
-        reduction: as in `Instruction`; a gradient reduction has no further attribute but its micro-batch.
-        adds_to: the reductions of every micro-batch that a computation adds to.
-        gathers: the ZeRO-1 flat parameter to gather for the window; None for all other instructions. A gather has no
-            further attribute but its unit.
-        awaited: the ZeRO-1 flat parameters of the unit; only of computations.
+        op: the operator of the graph.
+        adds_to: the reductions of every micro-batch that the operator adds to.
         unit: the unit of the operator.
         operator_key: index of the unit, and name of the declared operator.
-        communicates: whether the instruction goes to a communication stream.
-        run: the method for the compute stream; only of computations.
-        prepare, lane: the method that issues, and its queue; only of communication.
-        saves_for_backward: whether forward may save state; not where backward runs forward again.
-        sizes: the keys of the values with the sizes of a transfer; the host reads them.
-        weights: the gathered weights that the operator reads, as flat parameters and keys.
-        returns: the gathered weights without a later reader, likewise.
+        returns: the gathered weights without a later reader, as flat parameters and keys.
     """
 
-    def __init__(self, instruction: Instruction, units: Mapping[int, Unit], often_adding: OftenAdding) -> None:
-        self.op = op = instruction.operator
-        self.reduction = instruction.reduction
-        self.microbatch = instruction.microbatch
-        self.gathers: Zero1FlatParameter | None = None
-        if op is None or self.reduction >= 0:
-            return
-        self.adds_to = () if op.part is Part.F else often_adding.get((instruction.unit, op.name), ())
-        self.unit = units[instruction.unit]
-        self.operator_key = instruction.unit, op.forward_name
-        if instruction.gather >= 0:
-            flat = self.unit.flat_parameters[op.forward_name]
-            assert isinstance(flat, Zero1FlatParameter)
-            self.gathers = flat
-            return
-        self.needs = instruction.needs
-        self.reads = instruction.reads
-        self.writes = instruction.writes
-        self.adds = instruction.accumulates if any(instruction.accumulates) else ()
-        self.frees = instruction.frees
-        self.ends = instruction.ends
-        operator = self.unit.operators[op.forward_name]
-        self.communicates = op.kind.communicates
-        if not self.communicates:
-            self.run: Method = operator.method_of(op.part)
-            self.awaited = tuple(zero1_flat_parameters(self.unit.flat_parameters.values()))
-        else:
-            assert isinstance(operator, Communication), f"{op.name} is issued, and computes"
-            self.prepare: Callable[..., tuple[Tensors, TransferFn]] = operator.prepare
-            self.lane = operator.lane(op.part)
-        self.saves_for_backward = not (op.recomputed and op.part is Part.F)
-        self.sends = op.sends or op.kind is Kind.DOWN
-        flats = {name: self.unit.flat_parameters[name] for name in op.weights}
-        self.weights = list(zip(flats.values(), instruction.weights, strict=True))
+    def __init__(self, made: Instruction, units: Mapping[int, Unit], often_adding: OftenAdding) -> None:
+        assert made.operator is not None
+        self.op = op = made.operator
+        self.microbatch = made.microbatch
+        self.adds_to = () if op.part is Part.F else often_adding.get((made.unit, op.name), ())
+        self.unit = units[made.unit]
+        self.operator_key = made.unit, op.forward_name
+        self.reads = made.reads
+        self.writes = made.writes
+        self.frees = made.frees
+        self.ends = made.ends
         self.returns = _flat_parameters_of(self.frees, units)
-        self.sizes = [key for name, key in zip(op.reads, instruction.reads, strict=True) if name in op.host_read_sizes]
+
+
+class BoundComputation(BoundOperator):
+    """An operator for the compute stream.
+
+    Attributes:
+        run: the method.
+        awaited: the ZeRO-1 flat parameters of the unit.
+        saves_for_backward: whether forward may save state; not where backward runs forward again.
+        weights: the gathered weights that the operator reads, as flat parameters and keys.
+    """
+
+    def __init__(self, made: Instruction, units: Mapping[int, Unit], often_adding: OftenAdding) -> None:
+        super().__init__(made, units, often_adding)
+        op = self.op
+        self.needs = made.needs
+        self.adds = made.accumulates if any(made.accumulates) else ()
+        self.run: Method = self.unit.operators[op.forward_name].method_of(op.part)
+        self.awaited = tuple(zero1_flat_parameters(self.unit.flat_parameters.values()))
+        self.saves_for_backward = not (op.recomputed and op.part is Part.F)
+        flats = (self.unit.flat_parameters[name] for name in op.weights)
+        self.weights = list(zip(flats, made.weights, strict=True))
 
     def method(self, values: Mapping[Key, Tensor]) -> Method:
         """Returns the method for the compute stream, with its gathered weights."""
         return (
             with_unsharded(self.run, [(flat, values[key]) for flat, key in self.weights]) if self.weights else self.run
         )
+
+
+class BoundTransfer(BoundOperator):
+    """An operator for a communication stream.
+
+    Attributes:
+        prepare, lane: the method that issues, and its queue.
+        sends: whether its inputs stay alive until others have them.
+        sizes: the keys of the values with the sizes of a transfer; the host reads them.
+    """
+
+    def __init__(self, made: Instruction, units: Mapping[int, Unit], often_adding: OftenAdding) -> None:
+        super().__init__(made, units, often_adding)
+        op, operator = self.op, self.unit.operators[self.op.forward_name]
+        assert isinstance(operator, Communication), f"{op.name} is issued, and computes"
+        self.prepare: Callable[..., tuple[Tensors, TransferFn]] = operator.prepare
+        self.lane = operator.lane(op.part)
+        self.sends = op.sends or op.kind is Kind.DOWN
+        self.sizes = [key for name, key in zip(op.reads, made.reads, strict=True) if name in op.host_read_sizes]
+
+
+BoundInstruction = BoundComputation | BoundTransfer | Instruction
+"""An instruction as the executor reads it; barriers, gradient reductions and weight gathers stay as they are."""
+
+
+def bind(instruction: Instruction, units: Mapping[int, Unit], often_adding: OftenAdding) -> BoundInstruction:
+    """Returns an instruction of a rank, bound to its operator.
+
+    Args:
+        instruction: of the rank.
+        units: of the rank, by index in the layout.
+        often_adding: see `Layout.often_adding`.
+    """
+    if instruction.operator is None or instruction.is_per_step:
+        return instruction
+    bound = BoundTransfer if instruction.operator.kind.communicates else BoundComputation
+    return bound(instruction, units, often_adding)
 
 
 def _flat_parameters_of(keys: Sequence[Key], units: Mapping[int, Unit]) -> list[tuple[FlatParameter, Key]]:
@@ -145,12 +171,6 @@ steps."""
 
 MAX_PROGRAMS = 16
 """How many programs stay bound to their operators. There is one for each number of micro-batches in a window."""
-
-
-ReduceGradients = Callable[[int, Kind, int], object]
-"""Called at every gradient reduction, at every copy of its results to the host, and before every computation that adds
-to a reduction of every micro-batch: with the reduction's index in the layout, the kind of the operator, and its
-micro-batch."""
 
 
 class Executor:
@@ -187,7 +207,7 @@ class Executor:
         microbatches: Sequence[MicroBatch],
         sources: Sources,
         saves_for_backward: bool,
-        reduce_gradients: ReduceGradients | None = None,
+        reduction: GradientReducer | None = None,
         at_barrier: Callable[[], object] | None = None,
         states: dict[int, MicroBatchState] | None = None,
     ) -> KeptValues:
@@ -198,7 +218,7 @@ class Executor:
             microbatches: the micro-batches that the instructions number.
             sources: see `Sources`.
             saves_for_backward: whether operators save state, for a later backward pass.
-            reduce_gradients: see `ReduceGradients`; None for no reductions.
+            reduction: of the gradients of the window; None for no reductions.
             at_barrier: called at every barrier, after a wait for everything issued before, even ahead of its time.
             states: the states that an earlier program has begun, by micro-batch; afterwards those that this program
                 has not ended. None where a program ends every state.
@@ -210,17 +230,17 @@ class Executor:
         states = {} if states is None else states
         with self._window():
             for step, later in ((step, later) for steps, later in self._bind(program) for step in steps):
-                if step.op is None:
-                    self._barrier(states, include_ahead=at_barrier is not None)
-                    if at_barrier is not None:
-                        at_barrier()
-                    continue
-                if step.reduction >= 0:
-                    if reduce_gradients is not None:
-                        reduce_gradients(step.reduction, step.op.kind, step.microbatch + later)
-                    continue
-                if step.gathers is not None:
-                    self._gather(step, step.gathers, microbatches)
+                if isinstance(step, Instruction):
+                    if step.operator is None:
+                        self._barrier(states, include_ahead=at_barrier is not None)
+                        if at_barrier is not None:
+                            at_barrier()
+                    elif step.gather >= 0:
+                        self._gather(step, step.operator, microbatches)
+                    elif reduction is not None and step.operator.kind.copies:
+                        reduction.copy_to_host(step.reduction)
+                    elif reduction is not None:
+                        reduction.reduce(step.reduction, step.microbatch + later)
                     continue
                 microbatch = step.microbatch + later
                 state = states.get(microbatch)
@@ -228,13 +248,13 @@ class Executor:
                     state = states[microbatch] = self.begin(microbatches[microbatch], sources, saves_for_backward)
                 if state.given:
                     self._add_given(step, state)
-                if step.adds_to and reduce_gradients is not None:
+                if step.adds_to and reduction is not None:
                     for number in step.adds_to:
-                        reduce_gradients(number, step.op.kind, microbatch)
-                if step.communicates:
-                    self._communicate(step, step.op, state)
+                        reduction.switch_to(number, microbatch)
+                if isinstance(step, BoundTransfer):
+                    self._communicate(step, state)
                 else:
-                    self._compute(step, step.op, state)
+                    self._compute(step, state)
                 for flat, key in step.returns:
                     flat.reshard(state.values[key])
                 for key in step.frees:
@@ -276,7 +296,7 @@ class Executor:
                 del self._bound[next(iter(self._bound))]
             once = program.once if isinstance(program, Program) else program
             parts = program.parts() if isinstance(program, Program) else [(0, len(once), 0)]
-            steps = [BoundInstruction(each, self.units, self._often_adding) for each in once]
+            steps = [bind(each, self.units, self._often_adding) for each in once]
             slices: dict[tuple[int, int], list[BoundInstruction]] = {}
             bound = [(slices.setdefault((begin, end), steps[begin:end]), later) for begin, end, later in parts]
             # The entry keeps the program alive, so that no other program gets its id.
@@ -317,14 +337,16 @@ class Executor:
         """
         return f"{'F' if op.part is Part.F else 'B'}{microbatch}.{self.units[unit].label}.{op.name}"
 
-    def _gather(self, step: BoundInstruction, flat: Zero1FlatParameter, microbatches: Sequence[MicroBatch]) -> None:
+    def _gather(self, step: Instruction, op: Operator, microbatches: Sequence[MicroBatch]) -> None:
         """Issues the gather of ZeRO-1 weights, or their copy from the host, unless the buffer has them from an earlier
         window."""
+        unit = self.units[step.unit]
+        flat = unit.flat_parameters[op.forward_name]
+        assert isinstance(flat, Zero1FlatParameter)
         if flat.is_current:
             return
-        assert step.op is not None
-        label = f"F{microbatches[step.microbatch].key[1]}.{step.unit.label}.{flat.name}"
-        if step.op.kind.copies:
+        label = f"F{microbatches[step.microbatch].key[1]}.{unit.label}.{flat.name}"
+        if op.kind.copies:
             assert flat.host is not None
             issue_copy(self.streams, flat.host, f"{label}.up")
             return
@@ -332,7 +354,7 @@ class Executor:
             self.streams.trace.note("issue", label)
         self._gathered[flat] = issue_gather(self.streams, flat, label)
 
-    def _add_given(self, step: BoundInstruction, state: MicroBatchState) -> None:
+    def _add_given(self, step: BoundOperator, state: MicroBatchState) -> None:
         """Adds gradients from outside to those that an operator is the first to read."""
         for key in step.reads:
             given = state.given.pop(key, None)
@@ -342,7 +364,7 @@ class Executor:
                 known = state.values.get(key)
                 state.values[key] = given if known is None else known + given
 
-    def _compute(self, step: BoundInstruction, op: Operator, state: MicroBatchState) -> None:
+    def _compute(self, step: BoundComputation, state: MicroBatchState) -> None:
         values, events, trace = state.values, state.events, self.streams.trace
         if self._gathered:
             for flat in step.awaited:
@@ -361,7 +383,7 @@ class Executor:
         if trace is None:
             outputs = run(ctx, *map(values.__getitem__, step.reads))
         else:
-            label = self.label(state.key[1], step.operator_key[0], op)
+            label = self.label(state.key[1], step.operator_key[0], step.op)
             trace.note("run", label)
             inputs = [values[key] for key in step.reads]
             outputs = self.streams.compute(lambda: run(ctx, *inputs), label)
@@ -372,8 +394,8 @@ class Executor:
         elif step.writes:
             values.update(zip(step.writes, outputs, strict=False))
 
-    def _communicate(self, step: BoundInstruction, op: Operator, state: MicroBatchState) -> None:
-        values, events, trace = state.values, state.events, self.streams.trace
+    def _communicate(self, step: BoundTransfer, state: MicroBatchState) -> None:
+        op, values, events, trace = step.op, state.values, state.events, self.streams.trace
         for key in step.sizes:
             if key in events:
                 self._wait(events.pop(key))

@@ -107,9 +107,7 @@ class Runner:
         program = self.program(len(microbatches))
         reduction = self.reduction(len(microbatches) - 1) if complete else None
         self.rank_units.mark_weights_stale()  # an optimizer may have stepped
-        kept = self.executor.run(
-            program, microbatches, self.sources(), saves_for_backward=True, reduce_gradients=reduction
-        )
+        kept = self.executor.run(program, microbatches, self.sources(), saves_for_backward=True, reduction=reduction)
         self.rank_units.mark_weights_stale()  # a step follows, or a measured window moved nothing
         if reduction:
             reduction.finish()

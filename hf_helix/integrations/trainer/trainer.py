@@ -97,8 +97,17 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         weights: a checkpoint folder for a model on the meta device; each rank reads its slices. Without the folder,
             such a model starts at random. `model="path/to/folder"` gives model and weights.
 
-    Everything else is the Trainer's own.
+    Everything else is the Trainer's own. When the model is cut, `_is_cut` from then on:
+
+        __init__                              options are compared, the mesh is built
+        Trainer.__init__                      (a class of TRL has prepared the model before)
+          create_accelerator_and_postprocess  a given model is cut, unless the class calls it, see `_take_model`
+          call_model_init                     likewise a model of `model_init`; that of a later trial is cut at once
+          _move_model_to_device               moves a cut model
+        __init__                              a model that the class calls is cut and moved
     """
+
+    _is_cut = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -192,7 +201,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
     def _cut(self, model: Any) -> None:
         """Keeps this rank's part of the model, in place and before anything moves to the device. Collective."""
         args = self.args
-        before: Engine | None = getattr(self, "helix", None)
+        before: Engine | None = self.helix if self._is_cut else None
         self.helix = Engine(
             model,
             self.helix_config,
@@ -200,6 +209,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             self._run_options(),
             USE_INSTEAD,
         )
+        self._is_cut = True
         if before is not None:
             before.close()
         watch_steps(self.helix)
@@ -228,7 +238,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Moves this rank's parameters; sharded parameters get memory by the move, and release the memory. A model that
         is cut later stays where it is."""
-        if getattr(self, "helix", None) is None:
+        if not self._is_cut:
             return
         with plain_parameters():
             super()._move_model_to_device(model, device)  # type: ignore[misc]
@@ -238,10 +248,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
     def call_model_init(self, trial: Any = None) -> Any:
         """Makes a model as the stock method does, and cuts the model."""
         model = super().call_model_init(trial)
-        if getattr(self, "helix", None) is None:
-            self._take_model(model)
-        else:
-            self._cut(model)
+        (self._cut if self._is_cut else self._take_model)(model)
         return model
 
     # -- the engine ----------------------------------------------------------------------------------------------
@@ -333,7 +340,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         before = shared_layout()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         keep_layout(self.accelerator, self._plugin, before)
-        if self.model is not None and getattr(self, "helix", None) is None:
+        if self.model is not None and not self._is_cut:
             self._take_model(self.model)
 
     @overrides("Trainer", otherwise="the card would not say how the model was trained", needs=("tags",))

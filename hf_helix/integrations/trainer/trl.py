@@ -90,7 +90,7 @@ def precompute_once(trainer: Any, mesh: Mesh) -> None:
 
     def precompute(*args: Any, **kwargs: Any) -> Any:
         accelerator, model = trainer.accelerator, trainer.model
-        is_moved = getattr(trainer, "helix", None) is None and trainer.ref_model is None
+        is_moved = not trainer._is_cut and trainer.ref_model is None
         home = model.device
         accelerator.gather_for_metrics = lambda data: gather_samples(data, mesh, accelerator.gradient_state)
         try:

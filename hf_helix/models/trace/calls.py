@@ -290,7 +290,6 @@ class LayerCalls:
         calls: the arguments of each layer.
         has_rows: whether the embedding needs the positions of every row of a batch: the code reads other tables
             besides, or computes with positions.
-        is_tuple: whether layers return a tuple that begins with the hidden states.
         count: from the ids and the mask of a batch to the positions that the decoder counts by them; None for plain
             positions.
     """
@@ -301,7 +300,6 @@ class LayerCalls:
         self._makes_masks = makes_masks  # then code computes with positions, too, and each row has its own
         self._table = base.get_input_embeddings()
         self._pad = getattr(base.config.get_text_config(), "pad_token_id", None)
-        self.is_tuple = False
         second, _ = self._record_either(EXAMPLE_BATCH + 1, EXAMPLE_LENGTH + 3)
         first, looked_up = self._record(EXAMPLE_BATCH, EXAMPLE_LENGTH)
         self.has_rows = makes_masks or any(len(ids) > 1 for ids in looked_up)

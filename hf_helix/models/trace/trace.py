@@ -292,6 +292,7 @@ class ModuleTrace:
         batch: the symbol of the number of sequences.
         sequence: the symbol of the sequence length.
         longest: the largest length for which the code runs as traced; None for any length.
+        is_tuple: whether the module returns a tuple that begins with the value that leaves.
     """
 
     nodes: Sequence[Node]
@@ -307,6 +308,7 @@ class ModuleTrace:
     batch: Any
     sequence: Any
     longest: int | None
+    is_tuple: bool = False
 
     def call_of(self, node: Node) -> OpaqueCall:
         """Returns the description of an opaque call."""

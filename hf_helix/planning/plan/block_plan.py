@@ -23,7 +23,7 @@ from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.instructions import UnitPass, blocks_of, transfers_of
 from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.passes import OrderedWindow
-from hf_helix.planning.window.window import NONE, Window
+from hf_helix.planning.window.window import NONE, Window, barrier_of
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11
@@ -166,7 +166,7 @@ class _Blocks:
         at, unit = self._window.at, (forward or backward or (0, -1, True))[1]
         sides = [at[each[0]] if each else [] for each in (backward, forward)]
         return [
-            ~unit if index == NONE else sides[is_forward][index]
+            barrier_of(unit) if index == NONE else sides[is_forward][index]
             for is_forward, index in self._indices(slot, forward, backward)
         ]
 

@@ -1,6 +1,6 @@
 """Passes over a window: operators outside a plan's order are inserted into its order of issue.
 
-In:   a window and a plan's order of issue: places of one rank or of several; `~unit` stands for a barrier.
+In:   a window and a plan's order of issue: places of one rank or of several, barriers as negative numbers.
 Out:  the order with prefetched operators moved forward, gradient reductions and weight gathers; an `OrderedWindow`.
 Must hold: all other operators keep their order, so the order stays valid. A pass depends on the order alone, so all
 replicas issue their collectives in the same order.
@@ -159,19 +159,17 @@ class _Turns:
 
 def reduce_gradients(window: Window, order: Order) -> Order:
     """Inserts each gradient reduction after the last adder to its gradients."""
-    layout = window.layout
-    count = len(layout.reductions) + (len(window.at) - 1) * len(layout.reduced_often)
     added: dict[int, list[int]] = {}
-    issued: set[int] = set()
-    for position in range(len(order) - 1, -1, -1) if count else ():
+    left = set(window.reduction_places.values()) if window.layout.reductions else set()
+    for position in range(len(order) - 1, -1, -1) if left else ():
         place = order[position]
         numbers = window.pattern.reductions.get(window.indices[place], ()) if place >= 0 else ()
         last = [window.reduction_place(number, window.microbatches[place]) for number in numbers]
-        last = [each for each in last if each not in issued]
+        last = [each for each in last if each in left]
         if last:
-            added[position] = window.with_copies(last, before=False)
-            issued.update(last)
-            if len(issued) == count:
+            added[position] = [each for first in last for each in (first, *window.copy_places(first))]
+            left.difference_update(last)
+            if not left:
                 break
     if not added:
         return order
@@ -212,7 +210,8 @@ def gather_weights(window: Window, order: Order) -> Order:
         window.pattern.ranks[index] for index in {window.indices[place] for place in order if 0 <= place < len(window)}
     }
     mine = (number for number, gather in enumerate(gathers) if window.layout.rank_of(gather.units[0]) in ranks)
-    return [*window.with_copies([window.first_gather + number for number in mine], before=True), *order]
+    places = (window.gather_place(number) for number in mine)
+    return [*(each for place in places for each in (*window.copy_places(place), place)), *order]
 
 
 PASSES: tuple[Callable[[Window, Order], Order], ...] = (prefetch, reduce_gradients, gather_weights)

@@ -10,18 +10,16 @@ micro-batch, so the instructions of one micro-batch (the `Pattern`) describe the
     indices[place]   0       1         2          0       1                  index into the pattern
     microbatches     0       0         0          1       1
 
-Places from `len(window)` on are the gradient reductions, the weight gathers and, in the same order, the copies of both
-between host and device: each runs once a step. Behind them, micro-batch by micro-batch, are the reductions that every
-micro-batch but the last has of its own. In an order of issue, `~unit` stands for a barrier. The passes of
-`planning.window.passes` change orders of places; places become instructions once, at the end.
+Places from `len(window)` on are those of `Window.per_step`: gradient reductions, weight gathers, copies of both. In an
+order of issue a negative number, of `barrier_of`, stands for a barrier. The passes of `planning.window.passes` change
+orders of places; places become instructions once, at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from hf_helix.planning.graph.operator import Kind, Operator, Part
@@ -43,13 +41,13 @@ Times = Mapping[Name, float]
 """Seconds of each operator."""
 
 STREAMS = tuple(Kind)
-COMPUTE, GRADIENTS = map(STREAMS.index, (Kind.COMPUTE, Kind.GRADIENTS))
+COMPUTE = STREAMS.index(Kind.COMPUTE)
 NONE = -1
 
 
-@dataclass(frozen=True)
+@dataclass
 class WindowArrays:
-    """Instructions as lists of numbers, an entry for each place.
+    """Instructions as lists of numbers, an entry for each place; `append` adds to the lists.
 
     Attributes:
         streams: an index into `STREAMS`.
@@ -85,41 +83,41 @@ class WindowArrays:
         numbers: dict[tuple[int, int, int], int] = {}
         return [numbers.setdefault(key, len(numbers)) for key in zip(ranks, self.streams, lanes, strict=True)]
 
-    def append(self, stream: int, seconds: float, needs: list[int], rank: int, name: Name | None = None) -> int:
+    def append(self, stream: int, seconds: float, needs: list[int], rank: int, entry: int = NONE) -> int:
         """Adds an instruction and returns its place.
 
         Args:
             stream: an index into `STREAMS`.
             needs: the places to end first.
-            name: of an operator not yet in `names`; None for a barrier.
+            entry: the operator, as an index into `names`; `NONE` for a barrier.
         """
-        self.entries.append(NONE if name is None else len(self.names))
-        self.names.extend([] if name is None else [name])
-        rows = (self.streams, stream), (self.ranks, rank), (self.lanes, 0), (self.size_sources, NONE)
-        for row, number in rows:
+        rows = (self.streams, stream), (self.entries, entry), (self.ranks, rank), (self.lanes, 0)
+        for row, number in (*rows, (self.size_sources, NONE)):
             row.append(number)
         self.seconds.append(seconds)
         self.needs.append(needs)
         return len(self) - 1
 
     def permuted(self, order: Sequence[int]) -> WindowArrays:
-        """The instructions at some places, in this order."""
+        """A copy of the instructions at some places, in this order."""
         places = {place: number for number, place in enumerate(order)}
         return WindowArrays(
             [self.streams[place] for place in order],
             [self.seconds[place] for place in order],
             [[places[need] for need in self.needs[place] if need in places] for place in order],
             [self.entries[place] for place in order],
-            self.names,
+            [*self.names],
             [self.rank(place) for place in order],
             [self.lanes[place] for place in order],
             [places.get(self.size_sources[place], NONE) for place in order],
         )
 
     def with_compute_scaled(self, factor: float) -> WindowArrays:
-        """Returns the instructions with times of computations multiplied by `factor`."""
+        """Returns a copy with times of computations multiplied by `factor`."""
+        made = self.permuted(range(len(self)))
         pairs = zip(self.seconds, self.streams, strict=True)
-        return replace(self, seconds=[each * factor if stream == COMPUTE else each for each, stream in pairs])
+        made.seconds = [each * factor if stream == COMPUTE else each for each, stream in pairs]
+        return made
 
     def loads_of(self, rank: int) -> dict[Kind, float]:
         """Busy seconds of each stream of a pipeline rank."""
@@ -219,16 +217,21 @@ class Pattern:
     @cached_property
     def reductions(self) -> dict[int, list[int]]:
         """Returns the gradient reductions that each instruction adds to."""
+        found: dict[int, list[int]] = {}
+        for number, adders in enumerate(self.adders):
+            for index in adders:
+                found.setdefault(index, []).append(number)
+        return found
+
+    @cached_property
+    def adders(self) -> list[list[int]]:
+        """Returns the instructions that add to each gradient reduction."""
         indices = {
             (unit, self.operators[index].name): index
             for unit in {unit for each in self._layout.reductions for unit, _ in each.adders}
             for index in self.spans[unit, False]
         }
-        found: dict[int, list[int]] = {}
-        for number, each in enumerate(self._layout.reductions):
-            for adder in each.adders:
-                found.setdefault(indices[adder], []).append(number)
-        return found
+        return [[indices[adder] for adder in each.adders] for each in self._layout.reductions]
 
     def of(self, unit: int, computation_type: str) -> Sequence[int]:
         """The instructions of a pass through a unit, as indices: a whole direction, or a half of backward."""
@@ -256,6 +259,22 @@ class NumberedPass(NamedTuple):
     computation_type: str
     start: int  # the place of the first instruction; the others follow
     indices: Sequence[int]  # the instructions, as indices into the pattern
+
+
+class StepOperator(NamedTuple):
+    """A gradient reduction, a weight gather, or a copy of either between host and device."""
+
+    name: Name
+    op: Operator
+    rank: int  # of the pipeline
+    microbatch: int  # the last with gradients in the reduction; of a weight gather, the last of the window
+    reduction: int = NONE  # its index among the layout's
+    gather: int = NONE  # its index among the layout's
+
+
+def barrier_of(unit: int) -> int:
+    """Returns the number of the barrier of a unit's rank in an order of issue; the number of a number is the unit."""
+    return ~unit
 
 
 class Window:
@@ -302,35 +321,51 @@ class Window:
         self.indices += made.indices
         self.microbatches += [made.microbatch] * len(made.indices)
 
-    @property
-    def first_gather(self) -> int:
-        """The place of the first weight gather."""
-        return len(self) + len(self.layout.reductions)
+    @cached_property
+    def per_step(self) -> list[StepOperator]:
+        """The operators at the places from `len(self)` on: gradient reductions, weight gathers, the copies of both in
+        the same order; then, micro-batch by micro-batch, the reductions before the last micro-batch."""
+        layout, last = self.layout, len(self.at) - 1
+        reductions = [
+            StepOperator(*named, layout.rank_of(each.adders[0][0]), last, reduction=number)
+            for number, (named, each) in enumerate(zip(named_reductions(layout), layout.reductions, strict=True))
+        ]
+        gathers = [
+            StepOperator(*named, layout.rank_of(each.units[0]), last, gather=number)
+            for number, (named, each) in enumerate(zip(named_gathers(layout), layout.gathers, strict=True))
+        ]
+        copies = zip(reductions + gathers, named_copies(layout), strict=layout.on_host)
+        copied = [each._replace(name=name, op=op) for each, (name, op) in copies]
+        often = [reductions[number] for number in layout.reduced_often]
+        earlier = [each._replace(microbatch=microbatch) for microbatch in range(last) for each in often]
+        return reductions + gathers + copied + earlier
 
-    @property
-    def _first_earlier(self) -> int:
-        """The place of the first reduction before the last micro-batch."""
-        layout = self.layout
-        return len(self) + (len(layout.reductions) + len(layout.gathers)) * (1 + layout.on_host)
+    @cached_property
+    def reduction_places(self) -> dict[tuple[int, int], int]:
+        """The places of the gradient reductions, by their index in the layout and their last micro-batch."""
+        steps = ((place, each) for place, each in enumerate(self.per_step, len(self)) if not each.op.kind.copies)
+        return {(each.reduction, each.microbatch): place for place, each in steps if each.reduction != NONE}
 
     def reduction_place(self, number: int, microbatch: int) -> int:
         """The place of the gradient reduction, by its index in the layout, that a micro-batch's gradients are in."""
-        often = self.layout.reduced_often
-        if number not in often or microbatch == len(self.at) - 1:
-            return len(self) + number
-        return self._first_earlier + microbatch * len(often) + often[number]
+        found = self.reduction_places.get((number, microbatch))
+        return self.reduction_places[number, len(self.at) - 1] if found is None else found
+
+    def gather_place(self, number: int) -> int:
+        """The place of a weight gather, by its index in the layout."""
+        return len(self) + len(self.layout.reductions) + number
+
+    def copy_places(self, place: int) -> list[int]:
+        """The place of the copy between host and device of a reduction or gather, if there is one."""
+        step = self.per_step[place - len(self)]
+        if not self.layout.on_host or step.op.kind.copies or step.microbatch < len(self.at) - 1:
+            return []
+        return [place + len(self.layout.reductions) + len(self.layout.gathers)]
 
     def is_reduced_often(self, place: int) -> bool:
         """Whether a place is a gradient reduction of every micro-batch."""
-        return place - len(self) in self.layout.reduced_often or place >= self._first_earlier
-
-    def with_copies(self, places: Sequence[int], before: bool) -> list[int]:
-        """Reductions or gathers, each with its copy after it, or `before` it, where the host has what they are of."""
-        if not self.layout.on_host:
-            return [*places]
-        behind, earlier = len(self.layout.reductions) + len(self.layout.gathers), self._first_earlier
-        pairs = ((place, place + behind) if place < earlier else (place,) for place in places)
-        return [each for pair in pairs for each in sorted(pair, reverse=before)]
+        step = self.per_step[place - len(self)] if place >= len(self) else None
+        return step is not None and step.reduction in self.layout.reduced_often and not step.op.kind.copies
 
     def per_place(self, values: Sequence[Value]) -> list[Value]:
         """Values of the pattern's instructions, repeated for every place."""
@@ -346,27 +381,19 @@ class Window:
         A gradient reduction has the micro-batch and the unit of the last instruction before it.
         """
         instructions, indices, microbatches = self.pattern.instructions, self.indices, self.microbatches
-        once = named_reductions(self.layout), named_gathers(self.layout), named_copies(self.layout)
-        per_step = [op for _, op in chain.from_iterable(once)]
-        sums, of_step = len(self.layout.reductions), len(self.layout.reductions) + len(self.layout.gathers)
         made: list[Instruction] = []
-        last, count, earlier = NONE, len(indices), self._first_earlier
-        often = [*self.layout.reduced_often]
         for place in order:
-            if 0 <= place < count:
+            if place < 0:
+                made.append(barrier(barrier_of(place)))
+            elif place < len(indices):
                 made.append(instructions[indices[place]].of(microbatches[place]))
-                last = place
-            elif place < 0:
-                made.append(barrier(~place))
             else:
-                number = often[(place - earlier) % len(often)] if place >= earlier else (place - count) % of_step
-                op = per_step[number if place >= earlier else place - count]
-                if number < sums:
-                    near = self.instruction(last)
-                    made.append(Instruction(near.microbatch, near.unit, op, reduction=number))
-                else:
-                    unit = self.layout.gathers[number - sums].units[0]
-                    made.append(Instruction(min(microbatches, default=0), unit, op, gather=number - sums))
+                step = self.per_step[place - len(indices)]
+                if step.gather >= 0:
+                    unit = self.layout.gathers[step.gather].units[0]
+                    made.append(Instruction(min(microbatches, default=0), unit, step.op, gather=step.gather))
+                else:  # behind the last adder, or behind another reduction that is
+                    made.append(Instruction(made[-1].microbatch, made[-1].unit, step.op, reduction=step.reduction))
         return made
 
     def arrays(self, times: Times, per_step: bool = False) -> WindowArrays:
@@ -381,70 +408,41 @@ class Window:
         if len(self) < len(self.at) * len(pattern.instructions):
             needs = [[need for need in row if need != NONE] for row in needs]
         sources = pattern.size_sources
-        arrays = WindowArrays(
-            self.per_place(pattern.streams),
-            self.per_place(seconds),
+        steps = self.per_step if per_step else []
+        if steps:
+            self._add_step_needs(needs)
+        entries = [numbers[pattern.names[index]] for index in self.indices]
+        entries += [numbers.setdefault(step.name, len(numbers)) for step in steps]
+        return WindowArrays(
+            self.per_place(pattern.streams) + [STREAMS.index(step.op.kind) for step in steps],
+            self.per_place(seconds) + [times[step.name] for step in steps],
             needs,
-            [numbers[pattern.names[index]] for index in self.indices],
+            entries,
             list(numbers),
-            self.per_place(pattern.ranks),
-            self.per_place(pattern.lanes),
-            [NONE if sources[index] == NONE else at[k][sources[index]] for index, k in places],
+            self.per_place(pattern.ranks) + [step.rank for step in steps],
+            self.per_place(pattern.lanes) + [0] * len(steps),
+            [NONE if sources[index] == NONE else at[k][sources[index]] for index, k in places] + [NONE] * len(steps),
         )
-        if per_step:
-            self._add_reductions(arrays, times)
-            self._add_gathers(arrays, times)
-            self._add_copies(arrays, times)
-            self._add_earlier_reductions(arrays)
-        return arrays
 
-    def _add_reductions(self, arrays: WindowArrays, times: Times) -> None:
-        """Adds the gradient reductions; each needs the last adders to its gradients."""
-        names = [name for name, _ in named_reductions(self.layout)]
-        last = {index: place for place, index in enumerate(self.indices)} if names else {}
-        needs = self._adders(lambda index: last.get(index, NONE))
-        for name, adders, reduction in zip(names, needs, self.layout.reductions, strict=True):
-            arrays.append(GRADIENTS, times[name], adders, self.layout.rank_of(reduction.adders[0][0]), name)
-
-    def _add_earlier_reductions(self, arrays: WindowArrays) -> None:
-        """Adds the gradient reductions before the last micro-batch; each needs its micro-batch's adders."""
-        for places in self.at[:-1] if self.layout.reduced_often else ():
-            needs = self._adders(places.__getitem__)
-            for number in self.layout.reduced_often:
-                like = len(self) + number
-                place = arrays.append(GRADIENTS, arrays.seconds[like], needs[number], arrays.rank(like))
-                arrays.entries[place] = arrays.entries[like]
-
-    def _adders(self, place_of: Callable[[int], int]) -> list[list[int]]:
-        """The places of the adders of each gradient reduction, from their places by index into the pattern."""
-        found: list[list[int]] = [[] for _ in self.layout.reductions]
-        for index, numbers in self.pattern.reductions.items():
-            place = place_of(index)
-            for number in numbers if place != NONE else ():
-                found[number].append(place)
-        return found
-
-    def _add_gathers(self, arrays: WindowArrays, times: Times) -> None:
-        """Adds the weight gathers; the first computation of each of their units needs them."""
-        for (name, _), gather in zip(named_gathers(self.layout), self.layout.gathers, strict=True):
-            number = arrays.append(GRADIENTS, times[name], [], self.layout.rank_of(gather.units[0]), name)
+    def _add_step_needs(self, needs: list[list[int]]) -> None:
+        """Adds rows for the places of `per_step`, and the places themselves to other rows: a reduction needs the adders
+        to its gradients, a copy to the host its reduction, a gather its copy from the host, and the first computation
+        of a unit all gathers of the unit."""
+        needs += [[] for _ in self.per_step]
+        for (number, microbatch), place in self.reduction_places.items():
+            adders = (self.at[microbatch][index] for index in self.pattern.adders[number])
+            needs[place] += [each for each in adders if each != NONE]
+        for number, gather in enumerate(self.layout.gathers):
             for unit in gather.units:
-                computing = (
-                    index for index in self.pattern.spans[unit, True] if self.pattern.streams[index] == COMPUTE
-                )
-                first = next(computing, NONE)
-                for places in self.at if first != NONE else ():
-                    if places[first] != NONE:
-                        arrays.needs[places[first]].append(number)
-
-    def _add_copies(self, arrays: WindowArrays, times: Times) -> None:
-        """Adds the copies between host and device: to the host after each reduction, to the device before each
-        gather."""
-        for place, (name, op) in enumerate(named_copies(self.layout), len(self)):
-            after = [place] if op.kind is Kind.DOWN else []
-            number = arrays.append(STREAMS.index(op.kind), times[name], after, arrays.rank(place), name)
-            if not after:
-                arrays.needs[place].append(number)
+                span = self.pattern.spans[unit, True]
+                reader = next((index for index in span if self.pattern.streams[index] == COMPUTE), NONE)
+                for places in self.at if reader != NONE else ():
+                    if places[reader] != NONE:
+                        needs[places[reader]].append(self.gather_place(number))
+        for place, step in enumerate(self.per_step, len(self)):
+            for copy in self.copy_places(place):
+                first, then = (place, copy) if step.reduction >= 0 else (copy, place)
+                needs[then].append(first)
 
     def _numbers(self) -> dict[Name, int]:
         """The operators, numbered by their first appearance."""

@@ -9,10 +9,12 @@ Must hold: sums run in float32 at least, in the same order on every rank and eve
 on this rank has none on the others, and its shards get none. The norm counts replicas once.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,7 +56,7 @@ class FlatParameterGradients:
         """Whether there is a total of this rank."""
         return self._total is not None
 
-    def turn_to(self, microbatch: int) -> None:
+    def switch_to(self, microbatch: int) -> None:
         """Makes `parameter.grad` the gradients of a micro-batch: weight gradients that were put off may follow
         gradients of later micro-batches, and sums must not depend on that."""
         before, self._microbatch = self._microbatch, microbatch
@@ -66,39 +68,36 @@ class FlatParameterGradients:
         for parameter, gradient in zip(self.flat.placements, now, strict=True):
             parameter.grad = gradient
 
-    def take(self) -> bool:
-        """Takes the gradients of parameters for a reduction; returns whether there are any."""
-        self._with_gradient = [parameter for parameter in self.flat.placements if parameter.grad is not None]
-        if self._with_gradient:
-            self._gather()
-        return bool(self._with_gradient)
-
-    def _gather(self) -> None:
-        gradients: list[Any] = [parameter.grad for parameter in self._with_gradient]
+    def take(self) -> TakenGradients | None:
+        """Takes the gradients of parameters for a reduction; returns None if there are none."""
+        members = [parameter for parameter in self.flat.placements if parameter.grad is not None]
+        if not members:
+            return None
+        gradients: list[Any] = [parameter.grad for parameter in members]
         dtype = gradients[0].dtype
-        self._reduced |= dict.fromkeys(self._with_gradient, dtype)
+        self._reduced |= dict.fromkeys(members, dtype)
         summed_in = _summed_in(dtype)
-        self._buffer = torch.zeros(self.flat.length, dtype=summed_in, device=self.flat.device)
-        views = self.flat.views(self._buffer)
-        self._places: list[Any] = [views[parameter] for parameter in self._with_gradient]
+        buffer = torch.zeros(self.flat.length, dtype=summed_in, device=self.flat.device)
+        views = self.flat.views(buffer)
+        places: list[Any] = [views[parameter] for parameter in members]
         if summed_in is dtype:
-            torch._foreach_copy_(self._places, gradients)
-            for parameter, place in zip(self._with_gradient, self._places, strict=True):
+            torch._foreach_copy_(places, gradients)
+            for parameter, place in zip(members, places, strict=True):
                 parameter.grad = place
+        return TakenGradients(members, buffer, places)
 
-    def reduce_scatter(self) -> TransferFn:
+    def reduce_scatter(self, taken: TakenGradients) -> TransferFn:
         """Returns a function to add the gradients that were taken, summed over the ranks of a copy, to this rank's
         total. Collective."""
-        local: list[Any] = [parameter.grad for parameter in self._with_gradient]
-        places, shard, scatter = self._places, self._buffer, None
+        local: list[Any] = [parameter.grad for parameter in taken.parameters]
+        places, shard, scatter = taken.places, taken.buffer, None
         if self.flat.reduce_axis.size > 1:
-            shard, scatter = prepare_reduce_scatter(self.flat.reduce_axis, self._buffer)
+            shard, scatter = prepare_reduce_scatter(self.flat.reduce_axis, taken.buffer)
         before = self._total
         self._total = shard if before is None else before
-        for parameter in self._with_gradient:
+        for parameter in taken.parameters:
             parameter.grad = None
         self._microbatch = None
-        del self._buffer, self._places
 
         def work() -> None:
             if local[0].dtype is not shard.dtype:
@@ -110,16 +109,16 @@ class FlatParameterGradients:
 
         return work
 
-    def complete(self, divisor: int, link: EmulatedLink | None = None) -> TransferFn:
-        """Gives the shards their gradients, not filled yet, and returns a function to fill them with this rank's total
-        over the copies / `divisor` (`link` is the emulated link between these). Shards on the host get theirs in
-        `copy_to_host`. Collective."""
+    def complete(self, divisor: int, link: EmulatedLink | None = None) -> tuple[CompleteGradients, TransferFn]:
+        """Returns the gradients of shards, not filled yet, and a function to fill them with this rank's total over the
+        copies / `divisor` (`link` is the emulated link between these). Shards on the host get theirs in `copy_to_host`.
+        Collective."""
         total, dtype = self._total, next(iter(self._reduced.values()))
         assert total is not None
-        self._result = total if total.dtype is dtype else torch.empty_like(total, dtype=dtype)
-        sums, gradients = self._parts_of(total), self._parts_of(self._result)
+        result = total if total.dtype is dtype else torch.empty_like(total, dtype=dtype)
+        sums, gradients = self._parts_of(total), self._parts_of(result)
         count = 0 if self.flat.host is None else len(gradients)
-        self._norms = torch.empty(count, dtype=dtype, device=self.flat.device).unbind()
+        norms = torch.empty(count, dtype=dtype, device=self.flat.device).unbind()
         if self.flat.host is None:
             self._give(gradients)
 
@@ -128,24 +127,24 @@ class FlatParameterGradients:
                 all_reduce(total, self.flat.copies.group, link)
             if divisor > 1:
                 total.div_(divisor)
-            if self._result is not total:
+            if result is not total:
                 torch._foreach_copy_(gradients, sums)
-            for norm, part in zip(self._norms, gradients, strict=False):
+            for norm, part in zip(norms, gradients, strict=False):
                 torch.linalg.vector_norm(part, out=norm)
 
-        return work
+        return CompleteGradients(result, norms), work
 
-    def copy_to_host(self) -> TransferFn:
-        """Gives the shards on the host their gradients, not filled yet, and returns a function to copy these there,
-        after `complete` has filled them on the device."""
-        host, result = self.flat.host, self._result
+    def copy_to_host(self, complete: CompleteGradients) -> tuple[list[Tensor], TransferFn]:
+        """Gives the shards on the host their gradients, not filled yet; returns these, and a function to copy them
+        there from the device, where the function of `complete` has filled them."""
+        host, result = self.flat.host, complete.result
         assert host is not None
-        self.on_host = host_memory(result.shape, result.dtype, self.flat.device)
-        self.parts, after = self._parts_of(self.on_host), self.on_host._version + 1
-        for part, norm in zip(self.parts, self._norms, strict=True):
+        there = host_memory(result.shape, result.dtype, self.flat.device)
+        parts, after = self._parts_of(there), there._version + 1
+        for part, norm in zip(parts, complete.norms, strict=True):
             on_host[part] = OnHost(after, norm)
-        self._give(self.parts)
-        return lambda: host.link.down(self.on_host, result)
+        self._give(parts)
+        return parts, lambda: host.link.down(there, result)
 
     def _parts_of(self, shard: Tensor) -> list[Any]:
         parts = self.flat.split_shard(shard)
@@ -154,6 +153,21 @@ class FlatParameterGradients:
     def _give(self, gradients: Sequence[Tensor]) -> None:
         for parameter, gradient in zip(self._reduced, gradients, strict=True):
             self.flat.shards[parameter].grad = gradient
+
+
+class TakenGradients(NamedTuple):
+    """Gradients of parameters before their reduction."""
+
+    parameters: list[nn.Parameter]
+    buffer: Tensor  # of the layout of the flat parameter
+    places: list[Any]  # views of the buffer: the gradients, or where those in half precision go
+
+
+class CompleteGradients(NamedTuple):
+    """Gradients of shards on the device."""
+
+    result: Tensor  # all in one
+    norms: Sequence[Tensor]  # of each, where the shards are on the host
 
 
 # -- reduction of buckets, norm of the gradient ----------------------------------------------------------------------
@@ -198,39 +212,44 @@ class GradientReducer:
         self._flats = {number: FlatParameterGradients(flat) for number, flat in flats.items()}
         self._often = frozenset(often)
         self._events: list[Event] = []
-        self._down: dict[int, tuple[FlatParameterGradients, Event]] = {}  # reduced, and not on their way to the host
+        self._down: dict[int, tuple[CompleteGradients, Event]] = {}  # reduced, and not on their way to the host
         while streams.late:
             streams.wait(streams.late.pop())
 
-    def __call__(self, reduction: int, kind: Kind, microbatch: int) -> None:
-        """Does what a program asks for a bucket, see `ReduceGradients`; nothing where no bucket is this reduction."""
+    def reduce(self, reduction: int, microbatch: int) -> None:
+        """Reduces a bucket whose gradients of the window are complete on this rank, or those of the micro-batch.
+
+        Args:
+            reduction: its index in the layout; nothing happens where no bucket is this reduction, as in `copy_to_host`
+                and `switch_to`.
+            microbatch: the last with gradients in it.
+        """
         number = self._numbers.get(reduction)
-        if number is None:
-            return
-        if kind is Kind.GRADIENTS:
-            self._reduce_planned(number, microbatch)
-        elif kind is Kind.DOWN:
-            self._copy_bucket(number)
-        else:
-            self._flats[number].turn_to(microbatch)
-
-    def _copy_bucket(self, number: int) -> None:
-        """Copies the reduced gradients of a bucket to the host after the last micro-batch, if the host steps them. The
-        host waits for them when it reads them, see `arrived`."""
-        gradients, reduced = self._down.pop(number, (None, None))
-        if gradients is None or reduced is None:
-            return
-        event = self._streams.issue(Kind.DOWN, gradients.copy_to_host(), [reduced], "gradients.down")
-        for part in gradients.parts:
-            on_host[part].wait = functools.partial(self._streams.wait_on_host, event)
-        self._streams.late.append(event)
-
-    def _reduce_planned(self, number: int, microbatch: int) -> None:
-        """Reduces a bucket whose gradients of the window are complete on this rank, or those of the micro-batch."""
         if number in self._often and microbatch != self.last:
             self._reduce_to_shards(number, self._flats[number].flat)
-        elif self.last is not None:
+        elif number is not None and self.last is not None:
             self._reduce_bucket(number)
+
+    def copy_to_host(self, reduction: int) -> None:
+        """Copies the reduced gradients of a bucket to the host after the last micro-batch, if the host steps them. The
+        host waits for them when it reads them, see `arrived`."""
+        if reduction in self._numbers:
+            self._copy_bucket(self._numbers[reduction])
+
+    def switch_to(self, reduction: int, microbatch: int) -> None:
+        """Makes `parameter.grad` the gradients of a micro-batch, for a bucket that every micro-batch reduces."""
+        if reduction in self._numbers:
+            self._flats[self._numbers[reduction]].switch_to(microbatch)
+
+    def _copy_bucket(self, number: int) -> None:
+        if number not in self._down:
+            return
+        complete, reduced = self._down.pop(number)
+        parts, work = self._flats[number].copy_to_host(complete)
+        event = self._streams.issue(Kind.DOWN, work, [reduced], "gradients.down")
+        for part in parts:
+            on_host[part].wait = functools.partial(self._streams.wait_on_host, event)
+        self._streams.late.append(event)
 
     def _reduce_bucket(self, number: int) -> None:
         bucket = self._pending.pop(number)
@@ -270,13 +289,16 @@ class GradientReducer:
         """Reduces the gradients that have added up since the last reduction, and with the last completes the sums."""
         gradients, tp = self._flats[number], self._mesh.tp
         self._limit_copies(always=number in self._often)
-        works, summed = [], list[Event]()
-        if gradients.take():
+        works, summed = list[TransferFn](), list[Event]()
+        taken = gradients.take()
+        if taken is not None:
             parts = [parameter for parameter, placement in flat.placements.items() if placement.sums_gradient]
             summed = self._issue(tp.kind, parts, tp.group, 1, (), "gradients.sum") if tp.group is not None else []
-            works.append(gradients.reduce_scatter())
+            works.append(gradients.reduce_scatter(taken))
+        complete = None
         if is_last and gradients.has_total:
-            works.append(gradients.complete(self._mesh.dp_size, self._mesh.link))
+            complete, fill = gradients.complete(self._mesh.dp_size, self._mesh.link)
+            works.append(fill)
         if not works:
             return
 
@@ -285,8 +307,8 @@ class GradientReducer:
                 each()
 
         event = self._streams.issue(flat.reduce_axis.kind, work, summed, "gradients.scatter")
-        if is_last and flat.host is not None:
-            self._down[number] = gradients, event
+        if complete is not None and flat.host is not None:
+            self._down[number] = complete, event
         self._events.append(event)
 
     def _averaged(

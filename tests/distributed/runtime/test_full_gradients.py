@@ -33,14 +33,14 @@ def most_full(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         found["most"] = max(found["most"], sum(each.nbytes() for each in alive))
         return made
 
-    gather = FlatParameterGradients._gather
+    take = FlatParameterGradients.take
 
-    def gathered(self: FlatParameterGradients) -> None:
+    def taken(self: FlatParameterGradients) -> Any:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(torch, "zeros", noted)
-            gather(self)
+            return take(self)
 
-    monkeypatch.setattr(FlatParameterGradients, "_gather", gathered)
+    monkeypatch.setattr(FlatParameterGradients, "take", taken)
     return found
 
 
@@ -73,9 +73,9 @@ def test_gradients_of_parameters_go_as_well(plan: str, monkeypatch: pytest.Monke
         model: list[torch.nn.Parameter] = []
         take = FlatParameterGradients.take
 
-        def counted(self: FlatParameterGradients, counts: Any = counts, model: Any = model, take: Any = take) -> bool:
+        def counted(self: FlatParameterGradients, counts: Any = counts, model: Any = model, take: Any = take) -> Any:
             counts.append(sum(parameter.grad is not None for parameter in model))
-            return bool(take(self))
+            return take(self)
 
         with (
             monkeypatch.context() as patched,

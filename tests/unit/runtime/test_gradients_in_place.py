@@ -120,7 +120,7 @@ def test_on_cuda_few_copies_are_alive(
     monkeypatch.setattr(AtOnce, "holds_memory", True)
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
     order: list[str] = []
-    module, name = (gradients.FlatParameterGradients, "_gather") if spread else (gradients, "_parts")
+    module, name = (gradients.FlatParameterGradients, "take") if spread else (gradients, "_parts")
     copies, wait = getattr(module, name), AtOnce.wait
     monkeypatch.setattr(module, name, lambda *given: (order.append("copy"), copies(*given))[1])
     monkeypatch.setattr(AtOnce, "wait", lambda *given: (order.append("wait"), wait(*given))[1])
