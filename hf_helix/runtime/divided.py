@@ -8,6 +8,14 @@ optimizers and checkpoints read plain tensors at no cost. Element-wise functions
 and sums communicate a number; all other functions gather the full tensor, and every rank must call them together, which
 is checked.
 
+Both sides, and where one becomes the other:
+
+    full      a script: its model, its callbacks, its own loss, its optimizer before the engine's `step_shards`
+    entered   by the engine, in its methods that read or write parameters; by its hooks around an optimizer's step; by
+              the hooks of `integrations` that let Transformers or Accelerate move, write or step parameters; by
+              `Runner` and `DeferredBackward`, which also run without an engine
+    plain     operators, executor, measurements, tuning, checkpoints; full weights that `unsharded` gathers
+
 `__torch_function__` lets a subclass decide how a function runs. Torch itself tells which functions are element-wise and
 which return views: by the tags of its operators, and by a trial on the meta device.
 """

@@ -40,7 +40,6 @@ from hf_helix.models.graph.context import LossTweaks
 from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_number, check_same_on_all_ranks
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.environment import check_environment
 from hf_helix.runtime.failures.heartbeat import start_watch, watched
 from hf_helix.runtime.notices import say
@@ -145,9 +144,7 @@ def _cut(
         ),
         USE_INSTEAD,
     )
-    with plain_parameters():
-        model.to(accelerator.device)
-    engine.reshard_parameters()
+    engine.move_to(accelerator.device)
     watch_steps(engine)
     model._is_accelerate_prepared = True  # nothing is left to wrap
     if loss is not None:
