@@ -416,7 +416,7 @@ class Builder:
         first, _ = cut_bounds(vocab_size, self.vocabulary.size, self.vocabulary.rank)
         written_by = next((op.name for op in self._declared if logits in op.writes), "")
         overwrites = isinstance(self._tensor_operators.get(written_by), Linear)  # a linear keeps nothing of its output
-        head = self._head_in_tiles(logits)
+        head = self._defer_head(logits)
         statistics = TokenStatistics(
             first,
             vocab_size,
@@ -430,8 +430,8 @@ class Builder:
         value = self.replicate(f"{name}.gather", value, self.tp)
         return self.autograd(name, cross_entropy, value, side=("targets", "loss_scale"))
 
-    def _head_in_tiles(self, logits: str) -> HeadInTiles | None:
-        """Returns the linear of the head and a function behind it, for a loss in tiles, and defers both; None where
+    def _defer_head(self, logits: str) -> HeadInTiles | None:
+        """Defers the linear of the head and a function behind it to a loss in tiles, and returns both; None where
         logits are made in another way."""
         written_by = {value: op for op in self._declared for value in op.writes}
         chain: list[str] = []

@@ -61,7 +61,7 @@ class Layout:
             would complete the gradients; empty without replicas.
         gathers: weight gathers of all pipeline ranks; gathers of a rank in the order in which a micro-batch first reads
             the weights.
-        on_host: whether the host has what the reductions and gathers are of: a copy to the host follows each reduction,
+        on_host: whether weights and optimizer states lie on the host: a copy to the host follows each reduction,
             and a copy to the device precedes each gather.
     """
 
