@@ -18,7 +18,7 @@ from hf_helix.planning.timing.profile import EMULATED_LINK, REDUCTIONS_OVER, Pro
 from hf_helix.planning.timing.profile_file import load_profile, save_profile
 from hf_helix.planning.window.layout import GradientReduction, Layout, Name, named_copies, named_reductions
 from hf_helix.planning.window.program import build_program, build_programs, validate_program
-from hf_helix.planning.window.window import COMPUTE, STREAMS
+from hf_helix.planning.window.window import COMPUTE, STREAMS, Window
 
 LAYERS, SUM_MS = 8, 8.0
 
@@ -140,6 +140,18 @@ def test_predictions_count_the_sums_of_every_micro_batch(rule: str) -> None:
     sums = 0.5 * (1 + 40 * (len(slow.layout.reductions) - 1))
     assert lower_bound(slow, schedule) == pytest.approx(sums)
     assert sums < predict(plan, slow, schedule).seconds < 1.1 * sums
+
+
+def test_arrays_of_scaled_times_share_nothing_with_their_original() -> None:
+    """A barrier that is added to a copy is not in the original."""
+    profile = often(profile_with_sums(layers=3), on_host=True)
+    window = Window(schedule_of(2), profile.layout)
+    arrays, same = (window.arrays(profile.times, per_step=True) for _ in range(2))
+    scaled = arrays.with_compute_scaled(2.0)
+    assert scaled.needs == arrays.needs
+    assert scaled.loads()[Kind.COMPUTE] == pytest.approx(2 * arrays.loads()[Kind.COMPUTE])
+    scaled.needs[0].append(scaled.append(COMPUTE, 0.0, [], 0))
+    assert arrays == same != scaled
 
 
 def test_few_units_wait_for_their_last_weight_gradient() -> None:
