@@ -187,7 +187,10 @@ def test_another_row_than_the_best_is_shown_and_written(one_process: None, capsy
     assert "--layout 'tp 3': there is no such layout of these devices; use one of 'dp 2', " in said
 
 
-def test_a_capacity_of_experts_is_in_the_file(small: Path, one_process: None, capsys: Any, tmp_path: Path):
+def test_a_capacity_of_experts_is_in_the_file(
+    small: Path, one_process: None, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HELIX_CACHE", str(tmp_path / "cache"))
     model, file = ROOT / "recipes" / "models" / "tiny-mixtral", tmp_path / "helix.yaml"
     options = ["--model", model, "--batch_tokens", "2k", "--expert_capacity_factor", 1.5, "--write", file]
     main(words_of("doctor", small, *options))
@@ -195,6 +198,7 @@ def test_a_capacity_of_experts_is_in_the_file(small: Path, one_process: None, ca
     assert "expert_capacity_factor 1.5" in said
     assert "--imbalance" not in said, "rows are known"
     assert HelixConfig.from_file(file).expert_capacity_factor == 1.5
+    assert not (tmp_path / "cache" / "layouts").exists(), "a run is told nothing that was only supposed"
 
 
 def test_a_model_that_no_layout_holds_is_refused_with_all_reasons(capsys: Any, tmp_path: Path):
