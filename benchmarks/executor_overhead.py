@@ -31,7 +31,14 @@ from hf_helix.config import RULES
 from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
-from hf_helix.operators.base import Call, Communication, SplitComputation, TensorOperator, Tensors, TransferFn
+from hf_helix.operators.base import (
+    Communication,
+    OperatorContext,
+    SplitComputation,
+    TensorOperator,
+    Tensors,
+    TransferFn,
+)
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.operator import Operator, Part
@@ -41,8 +48,8 @@ from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.microbatch import MicroBatch
+from hf_helix.runtime.rank_units import place_units
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.stage import place_units
 from hf_helix.runtime.streams import make_streams
 from hf_helix.runtime.trace import Trace
 
@@ -95,13 +102,13 @@ class Idle(SplitComputation):
         self.outputs = (NOTHING,) * num_outputs
         self.gradients = (NOTHING,) * num_inputs
 
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+    def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         return self.outputs
 
-    def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
+    def input_gradient(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         return self.gradients
 
-    def weight_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
+    def weight_gradient(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         return ()
 
 
@@ -112,7 +119,7 @@ class IdleCommunication(Communication):
         self.outputs = (NOTHING,) * num_outputs
         self.gradients = (NOTHING,) * num_inputs
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
+    def prepare(self, ctx: OperatorContext, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         return self.outputs if part is Part.F else self.gradients, _do_nothing
 
 
@@ -163,12 +170,12 @@ def make_window(options: argparse.Namespace, tp_size: int) -> tuple[list[Unit], 
 
 
 def make_runner(units: list[Unit], tp_size: int, rule: str) -> Runner:
-    stage = place_units(units)
+    rank_units = place_units(units)
     sizes = {"dp": 1, "pp": 1, "cp": 1, "tp": tp_size, "ep": 1}
     axis = _axis(tp_size)
     mesh = Mesh(sizes, torch.device("cpu"), None, axis, Axis.single(), axis, Pipe([0]), None, None, None, None)
-    plan = make_plan(rule, rough_profile(stage.layout), model="LlamaForCausalLM", mesh={"tp_size": tp_size})
-    return Runner(stage, plan, mesh, make_streams(mesh.device), Scheduler("folded_1f1b", 1), seed=0)
+    plan = make_plan(rule, rough_profile(rank_units.layout), model="LlamaForCausalLM", mesh={"tp_size": tp_size})
+    return Runner(rank_units, plan, mesh, make_streams(mesh.device), Scheduler("folded_1f1b", 1), seed=0)
 
 
 def _axis(tp_size: int) -> Axis:

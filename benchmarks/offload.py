@@ -64,12 +64,12 @@ def measure(layout: str, link: str, options: argparse.Namespace) -> str:
     made = Workload(llama(options.hidden, options.layers), config, torch.device("cpu"))
     plan = make_plan("greedy", rough_profile(made.runner.layout), model="m", mesh=config.option_sizes)
     runner, window = made.runner.with_plan(plan), made.window(options.microbatches, options.batch, options.sequence)
-    stage = runner.stage
-    for flat in stage.flat_parameters:
+    rank_units = runner.rank_units
+    for flat in rank_units.flat_parameters:
         flat.shard.normal_(std=0.02)
     with plain_parameters():
-        optimizer = torch.optim.AdamW(stage.placements, lr=1e-4, fused=True)
-        step_shards(optimizer, stage, runner.executor.streams)
+        optimizer = torch.optim.AdamW(rank_units.placements, lr=1e-4, fused=True)
+        step_shards(optimizer, rank_units, runner.executor.streams)
     runner.train_window(window)
     optimizer.step()
     streamed = config.streams_weights

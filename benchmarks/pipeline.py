@@ -71,8 +71,10 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
 
     linear = workload(options, pp, "1f1b")
     folded = workload(options, pp, "folded_1f1b", linear.mesh)
-    batches = {id(made.runner.stage): made.window(count, options.batch, options.sequence) for made in (linear, folded)}
-    window = batches[id(folded.runner.stage)]
+    batches = {
+        id(made.runner.rank_units): made.window(count, options.batch, options.sequence) for made in (linear, folded)
+    }
+    window = batches[id(folded.runner.rank_units)]
     chosen, tuning = tune(folded.runner, window, schedules=functools.partial(candidates, "auto"))
     profile = tuning.profile
     assert profile is not None
@@ -84,20 +86,20 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in runners}
     for _ in range(options.repeats + 1):
         for name, runner in runners.items():
-            times[name].append(timed(runner, batches[id(runner.stage)]))
+            times[name].append(timed(runner, batches[id(runner.rank_units)]))
     steps = {
         name: statistics.median(map(max, zip(*all_gather_object(seconds[1:]), strict=True)))
         for name, seconds in times.items()
     }
     rows = {}
     for name, runner in runners.items():
-        mine = batches[id(runner.stage)]
+        mine = batches[id(runner.rank_units)]
         rows[name] = {
             "plan": f"{runner.plan.rule} on {runner.scheduler.name}",
             "step": steps[name],
             "bubble": bubble(runner, mine),
             "peak": all_gather_object(peak_bytes(runner, mine)),
-            "states": all_gather_object(STATES * sum(parameter.nbytes for parameter in runner.stage.placements)),
+            "states": all_gather_object(STATES * sum(parameter.nbytes for parameter in runner.rank_units.placements)),
         }
         if name != "1f1b":
             rows[name]["predicted"] = predict(runner.plan, profile, runner.scheduler(count), timeline=True).seconds

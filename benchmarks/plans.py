@@ -213,7 +213,7 @@ class Cut:
         run = RunOptions(autocast_dtype=torch.bfloat16 if options.bf16 else None)
         self.maker = WindowMaker(model, self.mesh)
         declared = declare(model, config, self.mesh, modes, autocast_dtype=run.autocast_dtype)
-        self.runner = start_runner(model, declared.stage, config, self.mesh, run)
+        self.runner = start_runner(model, declared.rank_units, config, self.mesh, run)
 
     def window(self, batches: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Returns micro-batches as the runner takes them."""

@@ -22,7 +22,7 @@ from benchmarks.common import add_outputs, columns, options_of, save
 from hf_helix.config import CP_RECURRENCES
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
-from hf_helix.operators.base import Call, explicit_gradients
+from hf_helix.operators.base import OperatorContext, explicit_gradients
 from hf_helix.operators.communication.transport import Axis, Recorder, SilentTransport
 from hf_helix.planning.graph.operator import Part
 
@@ -69,20 +69,20 @@ def measure(model: Any, way: str, length: int, cp_size: int) -> tuple[tuple[floa
     }
     seconds, sent = [0.0, 0.0], {}
     for op in unit.graphs.forward.operators:
-        call, operator, before = (
-            Call({"length": length, "seen": None}, 0, True),
+        ctx, operator, before = (
+            OperatorContext({"length": length, "seen": None}, 0, True),
             unit.operators[op.name],
             recorder.bytes_sent,
         )
         with explicit_gradients():
             start = time.process_time()
-            results = operator.method_of(Part.F)(call, *[values[name] for name in op.reads])
+            results = operator.method_of(Part.F)(ctx, *[values[name] for name in op.reads])
             middle = time.process_time()
             values.update(zip(op.writes, results, strict=True))
             if op.kind.communicates:
                 sent[op.name] = recorder.bytes_sent - before
             elif RULE in op.name:
-                operator.method_of(Part.B)(call, *map(torch.ones_like, results))
+                operator.method_of(Part.B)(ctx, *map(torch.ones_like, results))
                 seconds = [seconds[0] + middle - start, seconds[1] + time.process_time() - middle]
     return (seconds[0], seconds[1]), sent
 

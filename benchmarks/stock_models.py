@@ -69,7 +69,7 @@ class StockModel:
     def __init__(self, model: nn.Module, batches: Sequence[Batch], scale: float, runner: Runner) -> None:
         self.model, self.batches, self.scale = model, batches, scale
         self.precision = runner.precision
-        self.executor, self.stage, self.scheduler = runner.executor, runner.stage, runner.scheduler
+        self.executor, self.rank_units, self.scheduler = runner.executor, runner.rank_units, runner.scheduler
 
     def train_window(self, window: object, complete: bool = True) -> list[Tensor]:
         """Forward and backward; returns this rank's losses, scaled. Gradients are complete, in `parameter.grad`.

@@ -45,7 +45,7 @@ API = {
         "hf_helix.planning.plan.plan.Plan": ["save", "to_json"],
         "hf_helix.measure.overlap.Overlap": None,
         "hf_helix.tuning.candidates.Comparison": None,
-        "hf_helix.tuning.verdict.format_scorecard": None,
+        "hf_helix.tuning.result_text.format_scorecard": None,
         "hf_helix.report.comparison": ["format_comparison", "save_comparison", "predict_around", "format_speeds"],
     },
 }

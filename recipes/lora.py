@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from hf_helix import HelixTrainer
-from hf_helix.tuning.verdict import format_scorecard
+from hf_helix.tuning.result_text import format_scorecard
 
 
 @dataclass

@@ -43,7 +43,7 @@ from hf_helix import HelixTrainer
 from hf_helix.integrations.accelerate.launcher import resolve_config
 from hf_helix.report.comparison import format_comparison, format_speeds, predict_around, save_comparison, text_of
 from hf_helix.tuning.candidates import Comparison
-from hf_helix.tuning.verdict import format_scorecard
+from hf_helix.tuning.result_text import format_scorecard
 
 MODELS = Path(__file__).parent / "models"
 

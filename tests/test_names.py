@@ -92,7 +92,7 @@ def test_names_in_messages_and_pages_exist():
     ("text", "names"),
     [
         ("declare it with Builder.local", ["Builder.local"]),
-        ("declare it with Builder.segment or Builder.add", []),
+        ("declare it with Builder.autograd or Builder.add", []),
         ("`Engine.tuning` and `Engine.tuned`", ["Engine.tuned"]),
         ("Tensor.backward and torch.Builder.local are not ours", []),
     ],

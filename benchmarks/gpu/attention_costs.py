@@ -13,7 +13,7 @@ from benchmarks.gpu.report import Report
 from benchmarks.gpu.timing import device_seconds, release
 from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, Attended, AttentionKernel, AttentionMask, FirstOf
 from hf_helix.operators.attention.ring_attention import DOCUMENTS, JoinBlocks, RingBlock
-from hf_helix.operators.base import Call
+from hf_helix.operators.base import OperatorContext
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 
 
@@ -83,14 +83,14 @@ def _layer(kernel: AttentionKernel, sizes: Sizes, dtype: torch.dtype, is_packed:
     documents = (torch.arange(2 * n, device=device) // (n // 3))[None] if is_packed else None
 
     def work() -> None:
-        call = Call({DOCUMENTS: documents}, 0, True)
+        ctx = OperatorContext({DOCUMENTS: documents}, 0, True)
         so_far: tuple[Tensor, ...] = ()
         for block in blocks:
-            so_far = block.forward(call, q, kvs[block.source], *so_far)
-        out, lse = join.forward(call, *so_far)
-        (gradient,) = join.backward(call, torch.ones_like(out))
+            so_far = block.forward(ctx, q, kvs[block.source], *so_far)
+        out, lse = join.forward(ctx, *so_far)
+        (gradient,) = join.backward(ctx, torch.ones_like(out))
         for block in reversed(blocks):
-            block.backward(call, gradient, q, kvs[block.source], out, lse)
+            block.backward(ctx, gradient, q, kvs[block.source], out, lse)
 
     seconds = device_seconds(work, device, min(3, sizes.repeats))
     figure = f"forward and backward {seconds * 1e3:.1f} ms"

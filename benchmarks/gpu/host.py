@@ -48,7 +48,7 @@ def calls(bench: Bench) -> None:
 
 
 def autograd(bench: Bench) -> None:
-    """A small segment's forward and backward, with and without autograd's thread for the device."""
+    """A small graph's forward and backward, with and without autograd's thread for the device."""
     value = bench.random(16, 32, dtype=torch.float32).requires_grad_()
     gradient = torch.ones_like(value)
 
@@ -62,7 +62,7 @@ def autograd(bench: Bench) -> None:
 
     kinds = {"with its thread": backward, "without its thread": inline, "again with it": backward}
     for name, work in kinds.items():
-        bench.report.note(f"host time of a segment, {name}", us(host_each(bench, work)))
+        bench.report.note(f"host time of a graph, {name}", us(host_each(bench, work)))
 
 
 def window(bench: Bench) -> None:

@@ -50,7 +50,7 @@ def ceilings(bench: Bench) -> None:
 
 
 def norms(bench: Bench) -> None:
-    """A fused RMSNorm against that of Transformers, as a segment runs it: forward, and backward on its own."""
+    """A fused RMSNorm against that of Transformers, as an operator runs it: forward, and backward on its own."""
     shapes = bench.shapes
     for tokens, dtype, what in (
         (shapes.tokens // 8, torch.float32, "tp8 shard, fp32"),

@@ -52,7 +52,7 @@ class Sizes:
 
     Attributes:
         cases: lengths of the sequence and links, the most telling ones first.
-        searching: the length of a search, in parts of the usual one.
+        search_share: the length of a search, in parts of the usual one.
     """
 
     hidden: int = 4096
@@ -64,7 +64,7 @@ class Sizes:
     tp_size: int = 8
     microbatches: int = 8
     repeats: int = 5
-    searching: float = 0.1
+    search_share: float = 0.1
     cases: tuple[tuple[int, str], ...] = (
         (8192, "spin"),
         (8192, "copy"),
@@ -148,7 +148,7 @@ def _run_graphs(
 def _run_auto(report: Report, case: Case, what: str, profile: Profile, replayed: Mapping[str, float]) -> None:
     """The choice of `plan="auto"`, which times the same plans as replays, beside the fastest of them."""
     graphs = WindowGraphs(lambda text: report.note(f"{what}, auto", text), option=AUTO)
-    tier = Tier("acceptance", ("sequential", *PLANS), timed=len(PLANS), repeats=2, search_share=case.searching)
+    tier = Tier("acceptance", ("sequential", *PLANS), timed=len(PLANS), repeats=2, search_share=case.search_share)
     chosen = tune(case.runner, case.window, tier, profile=profile, graphs=graphs)[1]
     steps = ", ".join(f"{rule} {_ms(overlap.step)}" for rule, overlap in chosen.overlaps.items())
     lost = replayed[chosen.chosen] / min(replayed.values()) - 1 if replayed else 0.0
@@ -170,7 +170,7 @@ class Case:
         self.tp_size = sizes.tp_size
         self.device = work.mesh.device
         self._sizes = sizes
-        self.searching = sizes.searching
+        self.search_share = sizes.search_share
         self._axis = work.mesh.tp
         self._about = work.about
         self.runner = baseline_runner(work.runner, sizes.microbatches)
@@ -223,7 +223,7 @@ class Case:
 
     def runners(self, profile: Profile) -> dict[str, Runner]:
         """A runner for every plan."""
-        made = plan_runners(self.runner, PLANS, profile, len(self.window), searching=self.searching)
+        made = plan_runners(self.runner, PLANS, profile, len(self.window), search_share=self.search_share)
         return {"sequential": self.runner, **made}
 
     def times(self, runners: Mapping[str, Runner]) -> dict[str, tuple[float, float]]:

@@ -121,7 +121,7 @@ def deterministic() -> Iterator[None]:
 def under_plan(engine: Engine, rule: str) -> None:
     """Let the engine go on under the plan of a rule, made from rough times."""
     runner = engine.runner
-    plan = make_plan(rule, rough_profile(runner.stage.layout), model=runner.plan.model, mesh=runner.plan.mesh)
+    plan = make_plan(rule, rough_profile(runner.rank_units.layout), model=runner.plan.model, mesh=runner.plan.mesh)
     engine.runner = runner.with_plan(plan)
 
 

@@ -64,13 +64,15 @@ def _hold_weights(graph: Graph) -> Graph:
 
 def ablated(runner: Runner, names: Collection[str]) -> Runner:
     """Returns a runner of the same parameters under a plan of the same rule, made for ablated graphs by rough times."""
-    model = {index: replace(unit, graphs=ablate(unit.graphs, names)) for index, unit in runner.stage.model.items()}
-    layout = runner.stage.layout
+    model = {
+        index: replace(unit, graphs=ablate(unit.graphs, names)) for index, unit in runner.rank_units.all_units.items()
+    }
+    layout = runner.rank_units.layout
     layout = replace(layout, graphs={name: ablate(pair, names) for name, pair in layout.graphs.items()})
-    stage = replace(runner.stage, model=model, layout=layout)
+    rank_units = replace(runner.rank_units, all_units=model, layout=layout)
     plan = make_plan(runner.plan.rule, rough_profile(layout), model=runner.plan.model, mesh=runner.plan.mesh)
     streams, autocast_dtype = runner.executor.streams, runner.precision.autocast_dtype
-    return Runner(stage, plan, runner.mesh, streams, runner.scheduler, runner.seed, autocast_dtype)
+    return Runner(rank_units, plan, runner.mesh, streams, runner.scheduler, runner.seed, autocast_dtype)
 
 
 def predicted(rule: str, profile: Profile, microbatches: int) -> float:

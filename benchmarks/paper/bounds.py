@@ -55,7 +55,7 @@ def shares(runs: Runs, row: Row, rules: Sequence[str] = RULES) -> Shares:
     chain, schedule = fused(profile, PLANNED)
     seconds = {}
     for rule in rules:
-        plan = make_plan(rule, chain, model="layer", mesh={}, schedule=schedule, searching=SEARCHING)
+        plan = make_plan(rule, chain, model="layer", mesh={}, schedule=schedule, search_share=SEARCHING)
         short, long = (predict(plan, *fused(profile, count), timeline=True).seconds for count in LAYERS)
         seconds[rule] = (long - short) / (LAYERS[1] - LAYERS[0])
     first, schedule = fused(profile, LAYERS[0])

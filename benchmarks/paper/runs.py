@@ -162,7 +162,7 @@ class Runs:
     def _plan(self, row: Row, method: str, profile: Profile) -> Plan:
         amounts, sizes = self.amounts(row, method), row.sizes
         mesh = {"tp_size": sizes.tp}
-        plan = make_plan(RULES[method][0], profile, model=amounts.model.name, mesh=mesh, searching=SEARCHING)
+        plan = make_plan(RULES[method][0], profile, model=amounts.model.name, mesh=mesh, search_share=SEARCHING)
         if isinstance(plan, IntraBatchPlan):
             times = tile_seconds(amounts, profile, plan.tiles, row, self.cluster(row))
             return TiledSimulated(plan.rule, plan.model, plan.mesh, plan.graphs, plan.orders, plan.tiles, times)

@@ -15,22 +15,22 @@ from torch.utils import swap_tensors
 from hf_helix.operators.param_shard import Placement
 from hf_helix.runtime.distributed.groups import control_group, receive_on_host, send_on_host
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
-from hf_helix.runtime.stage import Stage
+from hf_helix.runtime.rank_units import RankUnits
 
 
-def cut_parameters(stage: Stage, mesh: Mesh) -> None:
+def cut_parameters(rank_units: RankUnits, mesh: Mesh) -> None:
     """Keeps this rank's slice of every parameter, in place; others stay under their names, empty and not trained.
     Collective.
 
     Rank 0's values count, as with DDP: a rank with other weights (a model at random without a common seed) gets rank
     0's.
     """
-    placements = stage.all_placements
+    placements = rank_units.all_placements
     if world_size() > 1:
         _align_with_rank_0(list(placements), mesh.device)
-    owners = stage.owners
+    owners = rank_units.owners
     for parameter, placement in placements.items():
-        if owners[parameter] != stage.rank:
+        if owners[parameter] != rank_units.rank:
             parameter.data = parameter.data.new_empty(0)
             parameter.requires_grad_(False)
         else:
@@ -39,7 +39,7 @@ def cut_parameters(stage: Stage, mesh: Mesh) -> None:
 
 
 @torch.no_grad()
-def materialize(model: Any, stage: Stage, mesh: Mesh) -> None:
+def materialize(model: Any, rank_units: RankUnits, mesh: Mesh) -> None:
     """Gives this rank's parameters and buffers memory on its device, in place of the meta device.
 
     Parameters are cut and uninitialised, and empty for other pipeline ranks; buffers have the model's values.
@@ -52,18 +52,18 @@ def materialize(model: Any, stage: Stage, mesh: Mesh) -> None:
     """
     for name, module in model.named_modules():
         _materialize_buffers(model, name, module, mesh.device)
-    owners = stage.owners
-    sharded = {parameter for flat in stage.flat_parameters for parameter in flat.placements}
-    for parameter, placement in stage.all_placements.items():
+    owners = rank_units.owners
+    sharded = {parameter for flat in rank_units.flat_parameters for parameter in flat.placements}
+    for parameter, placement in rank_units.all_placements.items():
         if not parameter.is_meta:
             continue
-        mine, axis = owners[parameter] == stage.rank, mesh.axis_of(placement)
+        mine, axis = owners[parameter] == rank_units.rank, mesh.axis_of(placement)
         shape = placement.shape(parameter.shape, axis.size, axis.rank) if mine else (0,)
         held = (1,) * len(shape) if parameter in sharded else shape
         value = torch.empty(held, dtype=parameter.dtype, device=mesh.device).expand(shape)
         # torch refuses `parameter.data = value` across devices.
         swap_tensors(parameter, nn.Parameter(value, requires_grad=mine and parameter.requires_grad))
-    for flat in stage.flat_parameters:
+    for flat in rank_units.flat_parameters:
         if not flat.is_sharded:
             flat.shard_in_place(mesh.device)
 
@@ -132,14 +132,14 @@ def join_slices(value: Tensor, placement: Placement, mesh: Mesh) -> Tensor | Non
     return full
 
 
-def is_cut(stage: Stage, mesh: Mesh) -> bool:
+def is_cut(rank_units: RankUnits, mesh: Mesh) -> bool:
     """Returns whether a rank holds only a part of the model. Equal on every rank."""
-    return bool(stage.flat_parameters) or has_slices(stage, mesh)
+    return bool(rank_units.flat_parameters) or has_slices(rank_units, mesh)
 
 
-def has_slices(stage: Stage, mesh: Mesh) -> bool:
+def has_slices(rank_units: RankUnits, mesh: Mesh) -> bool:
     """Returns whether a rank holds only a part of the model after unsharding. Equal on every rank."""
-    cut = (placement for placement in stage.all_placements.values() if placement.dim is not None)
+    cut = (placement for placement in rank_units.all_placements.values() if placement.dim is not None)
     return mesh.pipe.size > 1 or any(mesh.axis_of(placement).size > 1 for placement in cut)
 
 

@@ -1,6 +1,6 @@
 """Weights of a model that no rank ever holds in full: from a checkpoint folder, or at random.
 
-In:   a model on the meta device, or a cut model; its stage and its mesh; a folder of safetensors, or a seed.
+In:   a model on the meta device, or a cut model; the rank's units and its mesh; a folder of safetensors, or a seed.
 Out:  this rank's slices in its parameters, which stay the same objects for units and optimizers; a folder's model on
       the meta device.
 Must hold: nothing is written before every rank has checked names, shapes and dtypes; the host holds this rank's share
@@ -31,33 +31,33 @@ from hf_helix.planning.text import shorten_list
 from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks, on_all_ranks
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.local_parameters import LocalParameter, local_parameters
-from hf_helix.runtime.stage import Stage
+from hf_helix.runtime.rank_units import RankUnits
 
 
 @torch.no_grad()
-def load_parameters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> None:
+def load_parameters(model: Any, rank_units: RankUnits, mesh: Mesh, folder: str | Path) -> None:
     """Reads this rank's slices of its parameters from a Hugging Face checkpoint: `model.safetensors`, or several files
     and their index. Collective.
 
     Args:
         model: on the meta device, or cut. Values are cast to the dtypes of its parameters.
-        stage, mesh, folder: the model's units on this rank, the layout of the ranks, the folder of the checkpoint.
+        rank_units, mesh, folder: the model's units on this rank, the layout of the ranks, the folder of the checkpoint.
 
     Raises:
         ValueError: on every rank, before anything is written: a file is missing, cut off or no safetensors; tensors are
             missing, unknown, or of another shape or dtype. Names the file and the tensors.
     """
-    target = Target(model, stage, mesh)
+    target = Target(model, rank_units, mesh)
     checkpoint = on_all_ranks(lambda: Checkpoint(Path(folder)))
     target.fill({name: (checkpoint, source) for name, source in target.sources(checkpoint).items()})
 
 
 @torch.no_grad()
-def load_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> None:
+def load_adapters(model: Any, rank_units: RankUnits, mesh: Mesh, folder: str | Path) -> None:
     """Reads the adapters of a cut model from a folder of `save_full`, written on any layout. Collective. Raises
     ValueError, on every rank and before anything is written, if a file is missing or damaged, or holds other tensors.
     """
-    target = Target(model, stage, mesh)
+    target = Target(model, rank_units, mesh)
     sources: dict[str, tuple[Checkpoint, Source]] = {}
     for adapter, names in adapter_names(model).items():
         checkpoint = on_all_ranks(functools.partial(_open_adapter, adapter_file(folder, adapter)))
@@ -81,17 +81,17 @@ class Target:
         tensors: the tensors of `state_dict`, by every name in the model; of a cut model, this rank's slices.
     """
 
-    def __init__(self, model: Any, stage: Stage, mesh: Mesh) -> None:
+    def __init__(self, model: Any, rank_units: RankUnits, mesh: Mesh) -> None:
         self.tensors = persistent_tensors(model)
-        self._model, self._stage, self._mesh = model, stage, mesh
+        self._model, self._rank_units, self._mesh = model, rank_units, mesh
         self._first_names: dict[int, str] = {}  # of tied weights, by the id of their tensor
         for name, tensor in self.tensors.items():
             self._first_names.setdefault(id(tensor), name)
-        placements, owners = stage.all_placements, stage.owners
+        placements, owners = rank_units.all_placements, rank_units.owners
         self._slices = {
             name: LocalParameter(self._first_name(name), placement, mesh.axis_of(placement))
             for name, tensor in self.tensors.items()
-            if owners.get(tensor, stage.rank) == stage.rank
+            if owners.get(tensor, rank_units.rank) == rank_units.rank
             for placement in [placements.get(tensor, COPIED)]
         }
 
@@ -184,11 +184,11 @@ class Target:
 
     def fill(self, sources: Mapping[str, tuple[Checkpoint, Source]]) -> None:
         """Reads this rank's part of every tensor from its source, by one of the tensor's names."""
-        parts = _materialized_parts(self._model, self._stage, self._mesh)
+        parts = _materialized_parts(self._model, self._rank_units, self._mesh)
         for name, (checkpoint, source) in sources.items():
             if name in self._slices:
                 self._read(name, checkpoint, source, *parts[self._first_name(name)])
-        self._stage.mark_weights_stale()
+        self._rank_units.mark_weights_stale()
 
     def _read(self, name: str, checkpoint: Checkpoint, source: Source, about: LocalParameter, out: Tensor) -> None:
         """Reads this rank's part of a tensor, and if possible no other part."""
@@ -203,13 +203,13 @@ class Target:
                 _copy_part(about, source.convert(self._model, reader.tensor)[name], out)
 
 
-def _materialized_parts(model: Any, stage: Stage, mesh: Mesh) -> dict[str, tuple[LocalParameter, Tensor]]:
+def _materialized_parts(model: Any, rank_units: RankUnits, mesh: Mesh) -> dict[str, tuple[LocalParameter, Tensor]]:
     """Gives this rank's part of a model memory, and returns every tensor of a checkpoint by its first name: the part
     of this rank, or its shard of the part, and the position of the part."""
-    for flat in stage.flat_parameters:
+    for flat in rank_units.flat_parameters:
         flat.check_resharded()
-    materialize(model, stage, mesh)
-    local = local_parameters(model, stage, mesh)
+    materialize(model, rank_units, mesh)
+    local = local_parameters(model, rank_units, mesh)
     parts: dict[str, tuple[LocalParameter, Tensor]] = {about.name: (about, stepped) for stepped, about in local.items()}
     for name, tensor in persistent_tensors(model).items():
         if not isinstance(tensor, nn.Parameter):
@@ -219,7 +219,7 @@ def _materialized_parts(model: Any, stage: Stage, mesh: Mesh) -> dict[str, tuple
 
 def _copy_part(about: LocalParameter, full: Any, out: Tensor) -> None:
     """Copies this rank's part of a full tensor, or of any object that supports indexing."""
-    for piece, place in about.places(out.detach()):
+    for piece, place in about.pieces_with_index(out.detach()):
         piece.copy_(full[place or ...])
 
 
@@ -250,7 +250,9 @@ def build_on_meta(folder: str | os.PathLike[str], dtype: Any = "auto", **options
 
 
 @torch.no_grad()
-def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage, mesh: Mesh, seed: int) -> None:
+def initialize_parameters(
+    model: Any, layers: Sequence[nn.Module], rank_units: RankUnits, mesh: Mesh, seed: int
+) -> None:
     """Draws random weights for a model on the meta device, layer by layer, with its own `_init_weights`. Collective.
 
     Every layer, and every module outside of the layers, has a seed of its own, made from `seed` and its name, so the
@@ -264,7 +266,7 @@ def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage,
     on_meta = copy.deepcopy(model)  # takes no memory
     pieces = modules_drawn_apart(model, layers)
     check_pieces(on_meta, pieces)
-    parts = _materialized_parts(model, stage, mesh)
+    parts = _materialized_parts(model, rank_units, mesh)
     # One buffer for all pieces: a buffer for each piece would fragment the allocator.
     sizes = [sum(weight.numel() for weight in on_meta.get_submodule(piece).parameters()) for piece in pieces]
     buffer = torch.empty(max(sizes), dtype=model.dtype)
@@ -280,7 +282,7 @@ def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage,
         for name in names:
             about, out = parts[name]
             _copy_part(about, on_meta.get_parameter(name), out)
-    stage.mark_weights_stale()
+    rank_units.mark_weights_stale()
 
 
 def modules_drawn_apart(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:

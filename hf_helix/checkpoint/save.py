@@ -1,6 +1,6 @@
 """Writes a cut model as an ordinary Hugging Face checkpoint, every rank its slices.
 
-In:   a cut model, its stage and its mesh; a folder.
+In:   a cut model, the rank's units and its mesh; a folder.
 Out:  the files of the uncut model's `save_pretrained`: the same names, tensors and bytes.
 Must hold: no tensor is gathered except ZeRO shards of tensors that lie otherwise on disk, a few layers at a time.
 Offsets in files are known beforehand (`files`), so slices and shards go straight to their offsets, and of replicas one
@@ -41,7 +41,7 @@ from hf_helix.runtime.distributed.groups import control_group, receive_on_host, 
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.divided import full_of
 from hf_helix.runtime.local_parameters import LocalParameter, local_parameters
-from hf_helix.runtime.stage import Stage
+from hf_helix.runtime.rank_units import RankUnits
 
 _MAX_SHARD_SIZE = inspect.signature(PreTrainedModel.save_pretrained).parameters["max_shard_size"].default
 CARD = "README.md"
@@ -50,17 +50,17 @@ MAX_GATHERED = 4
 
 
 def save_pretrained(
-    model: Any, stage: Stage, mesh: Mesh, folder: str | Path, max_shard_size: int | str | None = None
+    model: Any, rank_units: RankUnits, mesh: Mesh, folder: str | Path, max_shard_size: int | str | None = None
 ) -> None:
     """Writes the model as an ordinary Hugging Face checkpoint, and deletes the files of an earlier save once complete.
     Collective. Raises OSError if this rank could not write, ValueError with the rank if another rank could not."""
-    layout = CheckpointLayout.of(model, stage, mesh, _MAX_SHARD_SIZE if max_shard_size is None else max_shard_size)
-    for flat in stage.flat_parameters:
+    layout = CheckpointLayout.of(model, rank_units, mesh, _MAX_SHARD_SIZE if max_shard_size is None else max_shard_size)
+    for flat in rank_units.flat_parameters:
         flat.check_resharded()
     with staged(Path(folder)) as aside:
         decide_on_rank_0(lambda: layout.create(aside))
         files = PendingFiles(aside, layout)
-        _Writer(model, stage, mesh, files, layout, find_writers(aside)).write()
+        _Writer(model, rank_units, mesh, files, layout, find_writers(aside)).write()
         files.close()
         agree_on_success(files.error)
         decide_on_rank_0(lambda: _complete(model, layout, aside))
@@ -121,7 +121,13 @@ class _Writer:
     """Writes this rank's part of every tensor; `writers` are the ranks with access to rank 0's folder."""
 
     def __init__(
-        self, model: Any, stage: Stage, mesh: Mesh, files: PendingFiles, layout: CheckpointLayout, writers: set[int]
+        self,
+        model: Any,
+        rank_units: RankUnits,
+        mesh: Mesh,
+        files: PendingFiles,
+        layout: CheckpointLayout,
+        writers: set[int],
     ) -> None:
         self.model = model
         self.mesh = mesh
@@ -129,10 +135,12 @@ class _Writer:
         self.files = files
         self.writers = writers
         self.tensors = persistent_tensors(model)
-        self.placements, self.owners, self.rank = stage.all_placements, stage.owners, stage.rank
-        self._flats: dict[Tensor, FlatParameter] = {p: flat for flat in stage.flat_parameters for p in flat.placements}
+        self.placements, self.owners, self.rank = rank_units.all_placements, rank_units.owners, rank_units.rank
+        self._flats: dict[Tensor, FlatParameter] = {
+            p: flat for flat in rank_units.flat_parameters for p in flat.placements
+        }
         self._gathered = functools.lru_cache(MAX_GATHERED)(lambda flat: flat.views(flat.gather()))
-        local = local_parameters(model, stage, mesh)
+        local = local_parameters(model, rank_units, mesh)
         self._stepped = {self.tensors[about.name]: (about, stepped) for stepped, about in local.items()}
         self._given: dict[tuple[int, ...], dict[int, int]] = {}  # bytes by rank, among the ranks with the same part
 

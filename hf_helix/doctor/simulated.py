@@ -42,8 +42,8 @@ from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.sizes import Sizes
 from hf_helix.report.flops import token_flops
+from hf_helix.runtime.rank_units import RankUnits, place_units
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.stage import Stage, place_units
 
 TYPES = {"bf16": torch.bfloat16, "fp32": None}
 """Type of matrix products in cluster files -> type of autocast; None without autocast."""
@@ -151,9 +151,9 @@ class Kinds:
     """The kinds of equal layers of a model; one layer represents each kind."""
 
     family: Family
-    places: Sequence[int]  # the first layer of each kind
+    firsts: Sequence[int]  # the first layer of each kind
     halved: Sequence[int]  # the second layer of each kind, for the amounts of a layer between two stages
-    kinds: Sequence[int]  # for every layer, the index of its kind in `places`
+    kinds: Sequence[int]  # for every layer, the index of its kind in `firsts`
     model: Model  # the model, without the names of its units
 
 
@@ -163,14 +163,14 @@ def kinds_of(model: Any) -> Kinds:
     base, config = base_of(model), HelixConfig()
     family = family_of(base)
     layers = list(family.layers(base))
-    whole = declare(model, config, simulated_mesh({}).mesh, modes_of(layers, None, config)).stage
+    whole = declare(model, config, simulated_mesh({}).mesh, modes_of(layers, None, config)).rank_units
     keys = [
         (
-            family.layer_key(base, place),
+            family.layer_key(base, index),
             bool(getattr(layer, "gradient_checkpointing", False)),
             tuple((weight.dtype, weight.requires_grad) for weight in layer.parameters()),
         )
-        for place, layer in enumerate(layers)
+        for index, layer in enumerate(layers)
     ]
     distinct = list(dict.fromkeys(keys))
     tied = any(len({index for index, _ in row}) > 1 for row in whole.layout.shared)
@@ -179,7 +179,7 @@ def kinds_of(model: Any) -> Kinds:
     about = Model(type(base).__name__, (), *costs, tied, flops.linear, flops.attention_per_length)
     kinds = [distinct.index(key) for key in keys]
     halved = [kinds.index(kind, kinds.index(kind) + 1) for kind in range(len(distinct)) if kinds.count(kind) > 1]
-    named = {unit.name: unit for unit in whole.model.values() if unit.graphs.forward.repeats}
+    named = {unit.name: unit for unit in whole.all_units.values() if unit.graphs.forward.repeats}
     if len(halved) < len(distinct) or any(layer.halves() is None for layer in named.values()):
         halved = []
     return Kinds(family, [keys.index(key) for key in distinct], halved, kinds, about)
@@ -205,17 +205,17 @@ def amounts_of(
     kinds = kinds or replace(kinds_of(model), halved=())
     make_buffers = kinds.family.empty(base, config.tp_size)
     declared = _declared(model, config, simulated, kinds, autocast_dtype)
-    names = [unit.name for _, unit in sorted(declared.model.items())]
+    names = [unit.name for _, unit in sorted(declared.all_units.items())]
     parts = (FRONT, REAR), (FIRST, NEXT)
     first, *layers, last = [name for name in names if not name.startswith(parts[0]) and not name.endswith(parts[1])]
     about = replace(kinds.model, units=[first, *(layers[kind] for kind in kinds.kinds), last])
-    stage = _one_of_each(declared)
-    whole = {parameter: parameter.data for parameter in stage.all_placements}
+    rank_units = _one_of_each(declared)
+    whole = {parameter: parameter.data for parameter in rank_units.all_placements}
     try:
-        _cut(stage, simulated)
-        plan = baseline_plan(stage.layout, model=type(base).__name__, mesh=config.option_sizes)
+        _cut(rank_units, simulated)
+        plan = baseline_plan(rank_units.layout, model=type(base).__name__, mesh=config.option_sizes)
         streams = SimulatedStreams(simulated.log)
-        runner = Runner(stage, plan, simulated.mesh, streams, Scheduler(config.schedule, 1), 0, autocast_dtype)
+        runner = Runner(rank_units, plan, simulated.mesh, streams, Scheduler(config.schedule, 1), 0, autocast_dtype)
         ids = torch.zeros(batch, length, dtype=torch.long, device=META)
         scale = LossScale(torch.ones((), device=META))
         window = WindowMaker(base, simulated.mesh).microbatch({"input_ids": ids, "labels": ids}, scale, (0, 0))
@@ -228,7 +228,7 @@ def amounts_of(
         with meta_as(backend):
             amounts = count_amounts(runner, window, handed_on, about, _spread(config, dp_size))
         amounts = replace(amounts, handed_over=sum(value.nbytes for value in of_slices))
-        return of_slices_alone(amounts, stage) if config.spread_vocabulary else amounts
+        return of_slices_alone(amounts, rank_units) if config.spread_vocabulary else amounts
     finally:
         for parameter, value in whole.items():
             parameter.data, parameter.grad = value, None
@@ -293,27 +293,27 @@ def _spread(config: HelixConfig, dp_size: int) -> dict[str, int]:
 
 def _declared(
     model: Any, config: HelixConfig, simulated: SimulatedMesh, kinds: Kinds, autocast_dtype: torch.dtype | None
-) -> Stage:
+) -> RankUnits:
     """Returns the embedding, the first layer of each kind, the halves of a second, and the head, uncut; arguments as of
     `amounts_of`."""
-    places = sorted([*kinds.places, *kinds.halved])
+    layer_indices = sorted([*kinds.firsts, *kinds.halved])
     modes = modes_of(kinds.family.layers(base_of(model)), None, config)
-    modes = [modes[place] for place in places]
-    return declare(model, config, simulated.mesh, modes, None, places, kinds.halved, autocast_dtype).stage
+    modes = [modes[index] for index in layer_indices]
+    return declare(model, config, simulated.mesh, modes, None, layer_indices, kinds.halved, autocast_dtype).rank_units
 
 
-def _one_of_each(stage: Stage) -> Stage:
-    """Returns a stage with the first unit of every name: layers of different kinds may have equal operators."""
+def _one_of_each(rank_units: RankUnits) -> RankUnits:
+    """Returns a rank's units with the first unit of every name: layers of different kinds may have equal operators."""
     units: dict[str, Unit] = {}
-    for unit in stage.model.values():
+    for unit in rank_units.all_units.values():
         units.setdefault(unit.name, unit)
     return place_units(list(units.values()))
 
 
-def _cut(stage: Stage, simulated: SimulatedMesh) -> None:
-    for parameter, placement in stage.all_placements.items():
+def _cut(rank_units: RankUnits, simulated: SimulatedMesh) -> None:
+    for parameter, placement in rank_units.all_placements.items():
         axis = simulated.mesh.axis_of(placement)
         parameter.grad = None
         parameter.data = placement.cut(parameter.data, axis.size, axis.rank)
-    for flat in stage.flat_parameters:
+    for flat in rank_units.flat_parameters:
         flat.shard_in_place(META)

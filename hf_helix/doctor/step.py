@@ -275,7 +275,7 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
     stepped = [case.stepped(each.trained, each.experts) for each in held]
     of_node = cluster.devices_per_node * sum(stepped) / len(stepped)
     optimizer, waits, hiding = _optimizer_seconds(case, cluster, stepped, of_node), window.waits, 0.0
-    if case.offload:  # copies of a slice run beside updates of others; of each unit, there is one at least
+    if case.offload:  # copies of a shard run beside updates of others; of each unit, there is one at least
         hiding = optimizer * (1 - 1 / len(names))
     if case.keeps_copies and case.spread_weights:  # before the window
         casts += max(0.0, max(stepped) * ELEMENT[case.dtype] / cluster.host.bandwidth - hiding)

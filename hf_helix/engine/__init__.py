@@ -3,7 +3,7 @@
 engine            trains windows, evaluates, clips, saves: the engine of the Trainer and of a loop
 build             cuts a model and makes its runner
 diagnostics       measurements of the cut model: the figures of the logs, overlap, comparisons, memory, traces
-seam              calls of the cut decoder by code above it: losses of one's own
+called_decoder    calls of the cut decoder by code above it: losses of one's own
 microbatches      from batches to the micro-batches of a runner
 checks            refusals of models, declarations and batches, by name
 float8            the linears that multiply in fp8

@@ -41,8 +41,8 @@ from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.gradients.buckets import layout_with_reductions
 from hf_helix.runtime.local_parameters import layout_with_gathers
+from hf_helix.runtime.rank_units import RankUnits, cut_layers, in_halves, place_units
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.stage import Stage, cut_layers, in_halves, place_units
 from hf_helix.runtime.streams import make_streams
 
 ChoosePlan = Callable[[Layout], tuple[Plan, Scheduler]]
@@ -78,12 +78,12 @@ class Declared(NamedTuple):
     """The cut of a model.
 
     Attributes:
-        stage: the units of the model, with this rank's part of them.
-        called: the modules whose forwards run as operators or before them, see `check_forwards`.
+        rank_units: the units of the model, with this rank's part of them.
+        modules_run_as_is: the modules whose forwards run as operators or before them, see `check_forwards`.
     """
 
-    stage: Stage
-    called: Sequence[nn.Module]
+    rank_units: RankUnits
+    modules_run_as_is: Sequence[nn.Module]
 
 
 def declare(
@@ -92,7 +92,7 @@ def declare(
     mesh: Mesh,
     modes: Sequence[str],
     loss_tweaks: LossTweaks | None = None,
-    places: Sequence[int] | None = None,
+    layer_indices: Sequence[int] | None = None,
     halved: Collection[int] = (),
     autocast_dtype: torch.dtype | None = None,
 ) -> Declared:
@@ -104,7 +104,7 @@ def declare(
         mesh: the mesh of ranks, of the sizes in `config`.
         modes: the recompute mode of every declared layer, see `hf_helix.engine.recompute`.
         loss_tweaks: the changes of the loss by training arguments.
-        places: the indices of the declared layers; None for all. Other layers are not checked either.
+        layer_indices: the indices of the declared layers; None for all. Other layers are not checked either.
         halved: those that are declared as halves; of all layers, the layers between stages are.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
 
@@ -121,32 +121,34 @@ def declare(
     sharing = ParallelContext(
         mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile, spread, config.cp_recurrence, again
     )
-    units, counts = family.units(base, sharing, loss_tweaks, places), None
+    units, counts = family.units(base, sharing, loss_tweaks, layer_indices), None
     if config.float8:
         use_float8(units, config.float8_recipe, getattr(base.get_output_embeddings(), "weight", None))
     placement = scheduler_of(config).placement
-    if places is not None:
-        units, modes = in_halves(units, modes, [places.index(each) for each in halved])
+    if layer_indices is not None:
+        units, modes = in_halves(units, modes, [layer_indices.index(each) for each in halved])
     elif config.layers_per_stage is not None:
         units, modes, counts = cut_layers(units, modes, layer_ranks(placement, mesh.pipe.size), config.layers_per_stage)
     units = recompute_units(units, modes, mesh.host_link)
     placements = {p: placed for unit in units for p, placed in unit.placements.items()}
-    make_buffers, of_slice = family.empty(base, mesh.tp.size, loss_tweaks.own), None
+    make_buffers, of_slice = family.empty(base, mesh.tp.size, loss_tweaks.ends_at_decoder), None
     if config.spread_vocabulary:
         table, head = _ends_of(base, loss_tweaks)
         dtype = autocast_dtype or head.dtype
-        units = spread_units(units, table, head, dtype, mesh.pipe.rank if places is None else None, config.pp_size)
+        units = spread_units(
+            units, table, head, dtype, mesh.pipe.rank if layer_indices is None else None, config.pp_size
+        )
         of_slice = slice_buffers(make_buffers, mesh.tp.size, loss_tweaks.figures, dtype)
     host_link = mesh.host_link if config.offload else None
     if config.shard_parameters or config.streams_weights:
         units = number_distinct_graphs(apply_zero3(units, mesh.shard_axes, autocast_dtype, host_link))
     if config.shard_optimizer or host_link is not None:
         units = apply_zero1(units, mesh.shard_axes, autocast_dtype, host_link)
-    called = [*family.side_modules(base), *(module for unit in units for module in unit.called)]
-    if places is None:
-        check_forwards(model, base, family, called, loss_tweaks.own)
+    modules_run_as_is = [*family.side_modules(base), *(module for unit in units for module in unit.modules_run_as_is)]
+    if layer_indices is None:
+        check_forwards(model, base, family, modules_run_as_is, loss_tweaks.ends_at_decoder)
         check_placements(model, placements)
-    stage = place_units(
+    rank_units = place_units(
         units,
         mesh.pipe,
         make_buffers,
@@ -157,13 +159,13 @@ def declare(
         family.embedding_cost(base, config.image_share),
         family.first_least,
     )
-    layout = layout_with_gathers(_with_reductions(stage, config, mesh), stage.model, mesh)
-    return Declared(replace(stage, layout=replace(layout, on_host=host_link is not None)), called)
+    layout = layout_with_gathers(_with_reductions(rank_units, config, mesh), rank_units.all_units, mesh)
+    return Declared(replace(rank_units, layout=replace(layout, on_host=host_link is not None)), modules_run_as_is)
 
 
-def _with_reductions(stage: Stage, config: HelixConfig, mesh: Mesh) -> Layout:
-    """Returns the layout of a stage with gradient reductions, see `HelixConfig.reduce_gradients`."""
-    made = partial(layout_with_reductions, stage.layout, stage.model, mesh)
+def _with_reductions(rank_units: RankUnits, config: HelixConfig, mesh: Mesh) -> Layout:
+    """Returns the layout of a rank's units with gradient reductions, see `HelixConfig.reduce_gradients`."""
+    made = partial(layout_with_reductions, rank_units.layout, rank_units.all_units, mesh)
     if not config.shard_parameters or config.reduce_gradients != AUTO:
         return made(often=config.reduce_gradients == EVERY_MICROBATCH)
     once = made()
@@ -182,7 +184,7 @@ def _ends_of(base: Any, loss_tweaks: LossTweaks) -> tuple[nn.Parameter, nn.Param
         ValueError: the run has no loss of logits over a vocabulary.
     """
     head = base.get_output_embeddings()
-    if head is None or loss_tweaks.own:
+    if head is None or loss_tweaks.ends_at_decoder:
         why = "its loss is computed by code of the caller" if head is not None else "it has no head over the vocabulary"
         raise ValueError(
             f"spread_vocabulary=True with {type(base).__name__}: {why}, and the slices compute the built-in loss; use "
@@ -193,7 +195,7 @@ def _ends_of(base: Any, loss_tweaks: LossTweaks) -> tuple[nn.Parameter, nn.Param
 
 def start_runner(
     model: Any,
-    stage: Stage,
+    rank_units: RankUnits,
     config: HelixConfig,
     mesh: Mesh,
     options: RunOptions,
@@ -203,30 +205,30 @@ def start_runner(
 
     Args:
         model, config, mesh: see `declare`.
-        stage: the cut of the model, as declared.
+        rank_units: the cut of the model, as declared.
         options: the options of the run.
         choose_plan: chooses the first plan, the same on every rank; None for `sequential`.
     """
     with watched():
         if choose_plan is None:  # `sequential` is equal on every rank and needs no measurement
-            plan = baseline_plan(stage.layout, model=type(base_of(model)).__name__, mesh=config.option_sizes)
+            plan = baseline_plan(rank_units.layout, model=type(base_of(model)).__name__, mesh=config.option_sizes)
             scheduler = scheduler_of(config)
         else:
-            plan, scheduler = choose_plan(stage.layout)
-        _fill_parameters(model, stage, mesh, options)
+            plan, scheduler = choose_plan(rank_units.layout)
+        _fill_parameters(model, rank_units, mesh, options)
     streams = make_streams(mesh.device)
-    return Runner(stage, plan, mesh, streams, scheduler, options.seed, options.autocast_dtype)
+    return Runner(rank_units, plan, mesh, streams, scheduler, options.seed, options.autocast_dtype)
 
 
-def _fill_parameters(model: Any, stage: Stage, mesh: Mesh, options: RunOptions) -> None:
+def _fill_parameters(model: Any, rank_units: RankUnits, mesh: Mesh, options: RunOptions) -> None:
     """Cuts this rank's part out of the weights, reads the part from a folder, or draws it at random. Collective."""
     if not any(parameter.is_meta for parameter in model.parameters()):
-        cut_parameters(stage, mesh)
+        cut_parameters(rank_units, mesh)
     elif options.weights is not None:
-        load_parameters(model, stage, mesh, options.weights)
+        load_parameters(model, rank_units, mesh, options.weights)
     else:
         base = base_of(model)
-        initialize_parameters(model, family_of(base).layers(base), stage, mesh, options.seed)
-    for flat in stage.flat_parameters:
+        initialize_parameters(model, family_of(base).layers(base), rank_units, mesh, options.seed)
+    for flat in rank_units.flat_parameters:
         if not flat.is_sharded:
             flat.shard_in_place(mesh.device)

@@ -27,7 +27,7 @@ from hf_helix.models.registry import family_of
 from hf_helix.operators.param_shard import Placement
 from hf_helix.runtime.distributed.mesh import check_world, rank, world_size
 from hf_helix.runtime.failures.values import Limits
-from hf_helix.runtime.stage import Stage
+from hf_helix.runtime.rank_units import RankUnits
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def check_model(model: Any, loss_tweaks: LossTweaks, weights: str | Path | None 
             "Trainer smooths the loss of a token's own label there, not of the next token's; use "
             "label_smoothing_factor=0.0"
         )
-    if not loss_tweaks.own:
+    if not loss_tweaks.ends_at_decoder:
         check_head(base_of(model))
     _check_device(model, weights)
     check_storage(base_of(model))
@@ -181,11 +181,11 @@ def check_placements(model: Any, placements: Mapping[torch.nn.Parameter, Placeme
     if stray:
         raise ValueError(
             f"the declaration of {type(model).__name__} has no operator for {', '.join(stray)}; declare the module "
-            "that holds them with Builder.segment, column_parallel or row_parallel"
+            "that holds them with Builder.autograd, column_parallel or row_parallel"
         )
 
 
-def check_trained(model: Any, stage: Stage, was_trained: bool) -> None:
+def check_trained(model: Any, rank_units: RankUnits, was_trained: bool) -> None:
     """Refuses to train nothing, or weights that were frozen at the cut: their gradients are not in the plan.
     `was_trained` says whether any weight was trained at the cut, on any rank.
 
@@ -197,12 +197,12 @@ def check_trained(model: Any, stage: Stage, was_trained: bool) -> None:
             "no weight of the model is trained; load adapters with PeftModel.from_pretrained(model, folder, "
             "is_trainable=True), or call requires_grad_(True) on weights before HelixTrainer is made"
         )
-    stray = [name for name, parameter in model.named_parameters() if parameter not in stage.all_placements]
+    stray = [name for name, parameter in model.named_parameters() if parameter not in rank_units.all_placements]
     if stray:
         raise ValueError(f"{stray[0]} was added after the model was cut; add adapters before HelixTrainer is made")
     frozen = {
         parameter
-        for unit in stage.model.values()
+        for unit in rank_units.all_units.values()
         for op in unit.graphs.forward.operators
         if op.splits_dgrad_wgrad and not op.wgrad_fraction
         for parameter in unit.operators[op.forward_name].parameters

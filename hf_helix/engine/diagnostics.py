@@ -29,12 +29,12 @@ from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.gradients.reduce import set_aside
 from hf_helix.runtime.microbatch import MicroBatch
+from hf_helix.runtime.rank_units import RankUnits
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.stage import Stage
 from hf_helix.tuning.budget import BASELINE
 from hf_helix.tuning.candidates import PAPER, Comparison, compare
+from hf_helix.tuning.result_text import TuningResult
 from hf_helix.tuning.tuner import Tuner
-from hf_helix.tuning.verdict import TuningResult
 
 
 class Diagnostics:
@@ -131,7 +131,7 @@ class Diagnostics:
         modes = {module: module.training for module in self.model.modules()}
         self.model.train()
         try:
-            with watched(), plain_parameters(), set_aside(self.runner.stage.stepped):
+            with watched(), plain_parameters(), set_aside(self.runner.rank_units.stepped):
                 yield self.last_window
         finally:
             for module, mode in modes.items():
@@ -144,7 +144,7 @@ class Diagnostics:
         self.runner.executor.streams.synchronize()  # a GPU may be behind the host, whose clock counts
         tuned = self.tuning.overlaps[self.tuning.chosen] if self.tuning else None
         capped = self.config.expert_capacity_factor is not None
-        routers = router_entries(self.runner.stage, self.mesh, capped)
+        routers = router_entries(self.runner.rank_units, self.mesh, capped)
         self.figures = {**self._live.entries(self.overlap or tuned), **routers}
         return self.figures if full else {**short_entries(self.figures), **routers}
 
@@ -170,7 +170,7 @@ class Diagnostics:
 # -- routers --------------------------------------------------------------------------------------------------------
 
 
-def router_entries(stage: Stage, mesh: Mesh, capped: bool) -> dict[str, float]:
+def router_entries(rank_units: RankUnits, mesh: Mesh, capped: bool) -> dict[str, float]:
     """Returns the figures of routers since the last log, as means over layers; each token counts once. Collective.
 
     Args:
@@ -183,10 +183,10 @@ def router_entries(stage: Stage, mesh: Mesh, capped: bool) -> dict[str, float]:
         `helix/expert_imbalance`: the load of the busiest expert in parts of the mean load, 1 where all are equal;
         `helix/dropped_tokens`: the share of dropped choices.
     """
-    meters = [(index, meter) for index, unit in sorted(stage.model.items()) for meter in unit.meters]
+    meters = [(index, meter) for index, unit in sorted(rank_units.all_units.items()) for meter in unit.meters]
     if not meters:
         return {}
-    held, sizes = stage.units, [meter.num_experts + 3 for _, meter in meters]
+    held, sizes = rank_units.units, [meter.num_experts + 3 for _, meter in meters]
     sums = torch.cat(
         [
             meter.read(mesh.device) if index in held else torch.zeros(size, device=mesh.device)

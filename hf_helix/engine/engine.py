@@ -23,6 +23,7 @@ from hf_helix.checkpoint.save import save_full, save_pretrained
 from hf_helix.config import AUTO, HelixConfig
 from hf_helix.engine.advice import Advice
 from hf_helix.engine.build import RunOptions, declare, start_runner
+from hf_helix.engine.called_decoder import CalledDecoder
 from hf_helix.engine.checks import (
     check_batch,
     check_model,
@@ -39,7 +40,6 @@ from hf_helix.engine.microbatches import LossScale, WindowMaker, share_lengths
 from hf_helix.engine.optimizer_shards import cut_states, full_weights, host_threads, step_shards, unsharded
 from hf_helix.engine.proof.first_use import prove_on_first_use
 from hf_helix.engine.recompute import modes_of
-from hf_helix.engine.seam import Seam
 from hf_helix.engine.snapshot import Snapshot
 from hf_helix.models.batch_inputs import LOSS_ALONE
 from hf_helix.models.direct_use import (
@@ -69,7 +69,14 @@ from hf_helix.runtime.distributed.agreement import (
     sum_over_ranks,
 )
 from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.runtime.divided import DividedParameters, calling, full_of, is_calling, is_recording, plain_parameters
+from hf_helix.runtime.divided import (
+    DividedParameters,
+    full_of,
+    is_recording,
+    is_running_model_code,
+    plain_parameters,
+    running_model_code,
+)
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.failures.values import value_bounds
 from hf_helix.runtime.gradients.reduce import gradient_norm, set_aside
@@ -77,8 +84,8 @@ from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.notices import say
 from hf_helix.tuning.cache import fingerprint
 from hf_helix.tuning.candidates import calibrate_link
+from hf_helix.tuning.result_text import TuningResult
 from hf_helix.tuning.tuner import TUNED_MICROBATCHES, Tuner
-from hf_helix.tuning.verdict import TuningResult
 
 
 class Engine(Diagnostics):
@@ -129,21 +136,21 @@ class Engine(Diagnostics):
         warn_random_start(model, options.weights, options.seed)
         self._advice = Advice(base, mesh, options.autocast_dtype)
         declared = declare(model, config, mesh, modes, options.loss_tweaks, autocast_dtype=options.autocast_dtype)
-        self._called = declared.called
-        self.runner = start_runner(model, declared.stage, config, mesh, options, self._choose_plan)
+        self._modules_run_as_is = declared.modules_run_as_is
+        self.runner = start_runner(model, declared.rank_units, config, mesh, options, self._choose_plan)
         self._parameters = tuple(model.parameters())
         self._trained_then: list[bool] = []  # whether the last window trained each of them
-        self._divided = DividedParameters(model, self.runner.stage, mesh, full)
-        self._snapshot = Snapshot(model, self._called)
+        self._divided = DividedParameters(model, self.runner.rank_units, mesh, full)
+        self._snapshot = Snapshot(model, self._modules_run_as_is)
         self._bounds: list[Tensor] = []  # of the calls of a window, see `value_bounds`
         self._hooks: list[int] = []  # the number of hooks of each module at the last check
-        self._has_own_loss = options.loss_tweaks.own
+        self.ends_at_decoder = options.loss_tweaks.ends_at_decoder
         self.graphs = self._make_graphs()
-        self.seam = self._make_seam() if self._has_own_loss else None
+        self.called_decoder = self._make_called_decoder() if self.ends_at_decoder else None
         self._refuse_direct_use(instead)
         say(self._summary())
         if config.float8_recipe:
-            say(describe_float8(self.runner.stage.model.values(), config.float8_recipe, mesh.device))
+            say(describe_float8(self.runner.rank_units.all_units.values(), config.float8_recipe, mesh.device))
 
     def _summary(self) -> str:
         """The model and its layout, in a line for the start of a run."""
@@ -173,13 +180,13 @@ class Engine(Diagnostics):
         option = self.config.cuda_graphs
         if not option or (option == AUTO and self.mesh.device.type == "cpu"):
             return None
-        reason = reason_against_all_graphs(self.mesh, self.runner, self.config, self._has_own_loss)
+        reason = reason_against_all_graphs(self.mesh, self.runner, self.config, self.ends_at_decoder)
         if not sum_over_ranks([reason is not None])[0]:
             return WindowGraphs(say, option=option, switches=self._snapshot.switches)
         say(f"cuda_graphs={option!r}: windows run without CUDA graphs: {reason or 'another rank has a reason'}")
         return None
 
-    def _make_seam(self) -> Seam:
+    def _make_called_decoder(self) -> CalledDecoder:
         def check(batch: Mapping[str, Any]) -> None:
             agree_on_window([batch], self.mesh.batch_group)
             if is_recording() and self.mesh.device.type != "cpu":
@@ -188,18 +195,18 @@ class Engine(Diagnostics):
                 self.check_value_bounds(batch)
 
         self._divided.share_losses()
-        seam = Seam(self.runner, self._maker, check, self._begin_window, self.plain)
+        called_decoder = CalledDecoder(self.runner, self._maker, check, self._begin_window, self.plain)
         decoder = self.family.decoder(self.base)
-        seam.put_into(decoder)
+        called_decoder.put_into(decoder)
         leave_out_unread(decoder)
-        return seam
+        return called_decoder
 
     def _refuse_direct_use(self, instead: Instead) -> None:
         """Lets the model raise where a call would now work on this rank's part alone."""
-        has_parts = is_cut(self.runner.stage, self.mesh)
+        has_parts = is_cut(self.runner.rank_units, self.mesh)
         for model in {self.model, self.base} if has_parts or self.mesh.batch_group is not None else ():
             model._is_cut_by_helix = True
-            if self.seam is None:
+            if not self.ends_at_decoder:
                 refuse_calls(model, instead, self.plain)
         if has_parts or self.mesh.batch_group is not None:
             run_generation(self.base, self.plain)
@@ -211,7 +218,7 @@ class Engine(Diagnostics):
         self._snapshot.check(with_types=self.mesh.pipe.size > 1 or self.mesh.cp.size > 1)
         hooks = self._snapshot.count_hooks()
         if hooks != self._hooks:
-            check_forwards(self.model, self.base, self.family, self._called, self.seam is not None)
+            check_forwards(self.model, self.base, self.family, self._modules_run_as_is, self.ends_at_decoder)
             self._hooks = hooks
 
     def close(self) -> None:
@@ -253,8 +260,8 @@ class Engine(Diagnostics):
         if not self.last_window:
             return None
         result = self._tune(lambda: self.last_window, len(self.last_window), steps_left)
-        assert self.seam is not None
-        self.seam.use(self.runner)
+        assert self.called_decoder is not None
+        self.called_decoder.use(self.runner)
         return result
 
     def _tune(
@@ -262,7 +269,7 @@ class Engine(Diagnostics):
     ) -> TuningResult | None:
         before = self.tuning
         self._settle_link(make_window)  # before any time is taken
-        with set_aside(self.runner.stage.stepped):
+        with set_aside(self.runner.rank_units.stepped):
             self.runner = self.tuner.update(self.runner, make_window, count, steps_left, self.graphs)
         return self.tuning if self.tuning is not before else None
 
@@ -282,7 +289,7 @@ class Engine(Diagnostics):
         if link is None or self._has_said_link:
             return
         if link.rate is None:
-            with watched(), set_aside(self.runner.stage.stepped):
+            with watched(), set_aside(self.runner.rank_units.stepped):
                 calibrate_link(self.runner, make_window()[:TUNED_MICROBATCHES])
         say(f"emulated link: {link}; transfers wait asleep until it would have carried them")
         self._has_said_link = True
@@ -314,7 +321,7 @@ class Engine(Diagnostics):
         if self.graphs is not None:
             self.graphs.keep_gradients()
         replays = self.graphs is not None and not self.graphs.has_given_up
-        with set_aside(self.runner.stage.stepped), self._counted(window, traces=not replays):
+        with set_aside(self.runner.rank_units.stepped), self._counted(window, traces=not replays):
             if self.graphs is not None:
                 return self.graphs.train_window(self.runner, window)
             return self.runner.train_window(window)
@@ -371,26 +378,26 @@ class Engine(Diagnostics):
         """Refuses changes of the model since it was cut, before a window is trained."""
         trained = [parameter.requires_grad for parameter in self._parameters]
         if trained != self._trained_then:
-            check_trained(self.model, self.runner.stage, self._trains)
+            check_trained(self.model, self.runner.rank_units, self._trains)
             self._trained_then = trained
         self._check_unchanged()
         self._snapshot.check_trainable()
 
     @contextlib.contextmanager
     def _begin_window(self, window: Sequence[MicroBatch]) -> Iterator[None]:
-        """Returns the context of a window of calls, see `Seam`."""
+        """Returns the context of a window of calls, see `CalledDecoder`."""
         self._check_trainable()
-        with set_aside(self.runner.stage.stepped), self._counted(window):
+        with set_aside(self.runner.rank_units.stepped), self._counted(window):
             yield
 
     def finish_window(self) -> None:
-        """Ends a window of calls, see `Seam`: gradients are complete. Collective."""
-        assert self.seam is not None
-        self.seam.finish()
+        """Ends a window of calls, see `CalledDecoder`: gradients are complete. Collective."""
+        assert self.called_decoder is not None
+        self.called_decoder.finish()
         bounds, self._bounds = self._bounds, []
         if bounds:
             self.limits.raise_if_invalid([torch.stack(bounds).amax(0).tolist()])
-        self.last_window = self.seam.window
+        self.last_window = self.called_decoder.window
         self._divided.note_gradients()
 
     def _make_window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[MicroBatch]:
@@ -402,19 +409,19 @@ class Engine(Diagnostics):
     @plain_parameters()
     def gradient_norm(self) -> Tensor:
         """Returns the 2-norm of the full gradient of the model, on every rank. Collective."""
-        stage = self.runner.stage
-        return gradient_norm(stage.placements, self.mesh, stage.flat_parameters)
+        rank_units = self.runner.rank_units
+        return gradient_norm(rank_units.placements, self.mesh, rank_units.flat_parameters)
 
     @plain_parameters()
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales the gradient down to a norm of `max_norm`; returns the norm before. Collective."""
         norm = self.gradient_norm()
-        stage = self.runner.stage
-        parameters = [parameter for parameter in stage.stepped if parameter.grad is not None]
-        if stage.host_shards and max_norm / (norm + 1e-6) >= 1:
+        rank_units = self.runner.rank_units
+        parameters = [parameter for parameter in rank_units.stepped if parameter.grad is not None]
+        if rank_units.host_shards and max_norm / (norm + 1e-6) >= 1:
             return norm  # to multiply by 1 would be a pass over the host's memory
         arrived(parameter.grad for parameter in parameters)
-        with host_threads(stage):
+        with host_threads(rank_units):
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
@@ -452,7 +459,7 @@ class Engine(Diagnostics):
             ValueError: this rank has slices of the model even then.
             RuntimeError: the context is entered already.
         """
-        return full_weights(self.model, self.runner.stage, self.mesh, self.config)
+        return full_weights(self.model, self.runner.rank_units, self.mesh, self.config)
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[Any]:
@@ -462,10 +469,10 @@ class Engine(Diagnostics):
         Every rank enters the context. Ranks that share a batch call the model on equal values, and draw the same random
         numbers. Linears and lookups run over slices; other cut weights, such as experts, are gathered once.
         """
-        if is_calling() or is_direct_use_allowed():
+        if is_running_model_code() or is_direct_use_allowed():
             yield self.model
             return
-        with unsharded(self.runner.stage, "the model is called without gradients"), calling():
+        with unsharded(self.runner.rank_units, "the model is called without gradients"), running_model_code():
             self.mesh.share_random_state()
             yield self.model
 
@@ -473,15 +480,15 @@ class Engine(Diagnostics):
     def reshard_parameters(self) -> None:
         """Makes sharded parameters placeholders again, after a script has given them memory: `model.to("cpu:0")` copies
         tensors on `cpu`."""
-        for flat in self.runner.stage.flat_parameters:
+        for flat in self.runner.rank_units.flat_parameters:
             flat.reshard()
 
     @plain_parameters()
     def step_shards(self, optimizer: Any) -> None:
         """Replaces full parameters by this rank's shards in an optimizer that has not stepped. Initial states of the
         optimizer stay (Adagrad)."""
-        cut_states(optimizer, self.runner.stage, self.mesh)
-        step_shards(optimizer, self.runner.stage, self.runner.executor.streams)
+        cut_states(optimizer, self.runner.rank_units, self.mesh)
+        step_shards(optimizer, self.runner.rank_units, self.runner.executor.streams)
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
@@ -527,7 +534,7 @@ class Engine(Diagnostics):
         check_same_on_all_ranks(f"{type(model).__name__}, as it was cut: {is_as_cut}", "models to save")
         if is_as_cut and not is_peft(model):
             with plain_parameters():
-                save_pretrained(model, self.runner.stage, self.mesh, folder, max_shard_size)
+                save_pretrained(model, self.runner.rank_units, self.mesh, folder, max_shard_size)
         else:
             save_full(model, folder, max_shard_size)
 
@@ -539,4 +546,4 @@ class Engine(Diagnostics):
             ValueError: on every rank, before any weight is written: the folder does not fit.
         """
         load = load_adapters if is_peft(self.model) else load_parameters
-        load(self.model, self.runner.stage, self.mesh, folder)
+        load(self.model, self.runner.rank_units, self.mesh, folder)

@@ -79,7 +79,7 @@ def split_rows(batch: Mapping[str, Any], runner: Runner) -> list[Mapping[str, An
 def full_logits(logits: Tensor, runner: Runner, head: nn.Parameter, cut: SequenceCut) -> Tensor:
     """Returns the logits of all ranks [batch, sequence, vocabulary], with the padding of the sequence cut, from the
     logits of this rank [tokens, batch, slice of the vocabulary]. Collective."""
-    placement, cp = runner.stage.model[runner.stage.slice].placements[head], runner.mesh.cp
+    placement, cp = runner.rank_units.all_units[runner.rank_units.slice].placements[head], runner.mesh.cp
     tp, length = runner.mesh.axis_of(placement), placement.length
     if tp.size > 1:
         lengths = [last - first for first, last in (cut_bounds(length, tp.size, r) for r in range(tp.size))]

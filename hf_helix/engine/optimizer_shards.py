@@ -28,16 +28,16 @@ from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.executor import issue_copy
 from hf_helix.runtime.failures.heartbeat import watched
-from hf_helix.runtime.stage import Stage
+from hf_helix.runtime.rank_units import RankUnits
 from hf_helix.runtime.streams import Streams
 
 
-def cut_states(optimizer: Any, stage: Stage, mesh: Mesh) -> None:
+def cut_states(optimizer: Any, rank_units: RankUnits, mesh: Mesh) -> None:
     """Cuts optimizer states of full parameters as the parameters were cut; cut states stay."""
-    owners = stage.owners
-    for parameter, placement in stage.all_placements.items():
+    owners = rank_units.owners
+    for parameter, placement in rank_units.all_placements.items():
         axis, states = mesh.axis_of(placement), optimizer.state.get(parameter, {})
-        full = placement.full_shape(parameter.shape) if owners[parameter] == stage.rank else None
+        full = placement.full_shape(parameter.shape) if owners[parameter] == rank_units.rank else None
         for key, state in states.items():
             if not isinstance(state, Tensor) or not state.dim():
                 continue
@@ -47,13 +47,13 @@ def cut_states(optimizer: Any, stage: Stage, mesh: Mesh) -> None:
                 states[key] = placement.cut(state, axis.size, axis.rank)
 
 
-def step_shards(optimizer: Any, stage: Stage, streams: Streams) -> None:
+def step_shards(optimizer: Any, rank_units: RankUnits, streams: Streams) -> None:
     """Replaces sharded parameters by this rank's shards in the param groups of an optimizer, also in later groups.
 
     The optimizer may be wrapped by Accelerate, and may have the shards already. Where shards lie on the host, a step
-    goes slice by slice, and copies to the device on `streams` run beside it.
+    goes by flat parameters, and copies to the device on `streams` run beside it.
     """
-    shards, optimizer = stage.shards, getattr(optimizer, "optimizer", optimizer)
+    shards, optimizer = rank_units.shards, getattr(optimizer, "optimizer", optimizer)
     if steps_shards(optimizer):  # as at a second `train()`
         return
     if hasattr(optimizer, "check_overrides"):  # bitsandbytes finds options by the parameters of modules
@@ -61,11 +61,11 @@ def step_shards(optimizer: Any, stage: Stage, streams: Streams) -> None:
     for name in ("step", "train", "eval"):  # schedule-free optimizers write to weights between modes
         method = getattr(optimizer, name, None)
         if callable(method):
-            function = host_threads(stage)(plain_parameters()(getattr(method, "__func__", method)))
+            function = host_threads(rank_units)(plain_parameters()(getattr(method, "__func__", method)))
             setattr(optimizer, name, MethodType(function, optimizer) if hasattr(method, "__func__") else function)
-    if on_host := [flat for flat in stage.flat_parameters if flat.host is not None and flat.is_trained]:
+    if on_host := [flat for flat in rank_units.flat_parameters if flat.host is not None and flat.is_trained]:
         HostStep(optimizer, on_host, streams)
-    optimizer.register_step_post_hook(lambda *_: stage.mark_weights_stale())
+    optimizer.register_step_post_hook(lambda *_: rank_units.mark_weights_stale())
     optimizer.add_param_group = functools.partial(_add_shards, optimizer.add_param_group, shards)
     for group in optimizer.param_groups:
         group["params"] = [shards.get(parameter, parameter) for parameter in group["params"]]
@@ -75,7 +75,7 @@ def step_shards(optimizer: Any, stage: Stage, streams: Streams) -> None:
         for key, state in states.items()
         if parameter.dim() and not getattr(state, "ndim", 0)
     }
-    for flat in stage.flat_parameters:
+    for flat in rank_units.flat_parameters:
         for parameter, shard in flat.shards.items():
             if parameter in optimizer.state:
                 states = optimizer.state.pop(parameter).items()
@@ -85,11 +85,11 @@ def step_shards(optimizer: Any, stage: Stage, streams: Streams) -> None:
 
 
 @contextlib.contextmanager
-def host_threads(stage: Stage) -> Iterator[None]:
+def host_threads(rank_units: RankUnits) -> Iterator[None]:
     """Returns the context in which torch's work on the host, where shards lie there, takes this rank's share of the
     cores: torchrun gives a process one thread. Also decorates functions."""
     before = torch.get_num_threads()
-    if stage.host_shards:
+    if rank_units.host_shards:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(before, cores // int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))))
     try:
@@ -99,10 +99,10 @@ def host_threads(stage: Stage) -> Iterator[None]:
 
 
 class HostStep:
-    """A step of an optimizer over shards on the host, slice by slice: a slice waits for its own gradients, and its new
-    weights are on their way to the device while the host steps the next; where copies are slower than steps, the next
-    window copies the rest, in the order of use. The step itself takes parameters on the device, and its hooks run once;
-    the slices follow.
+    """A step of an optimizer over shards on the host, shard by shard: the shard of a flat parameter waits for its own
+    gradients, and its new weights are on their way to the device while the host steps the next; where copies are slower
+    than steps, the next window copies the rest, in the order of use. The step itself takes parameters on the device,
+    and its hooks run once; the shards follow.
 
     An optimizer of torch counts the steps of every parameter by itself, so it can be called for a few of them. Others
     step all at once.
@@ -124,11 +124,11 @@ class HostStep:
     def _begin(self) -> None:
         _fuse(self._optimizer)
         self._groups = [(group, group["params"]) for group in self._optimizer.param_groups]
-        of_slices = {shard for flat in self._flats for shard in flat.shards.values()}
+        on_host = {shard for flat in self._flats for shard in flat.shards.values()}
         if self._steps_parts:
-            self._take(lambda parameter: parameter not in of_slices)
+            self._take(lambda parameter: parameter not in on_host)
         else:
-            arrived(shard.grad for shard in of_slices)
+            arrived(shard.grad for shard in on_host)
 
     def _take(self, chosen: Callable[[Any], bool]) -> None:
         """Leaves chosen parameters alone in the param groups."""
@@ -182,37 +182,39 @@ def _add_shards(add: Any, shards: Mapping[nn.Parameter, nn.Parameter], param_gro
 
 
 @contextlib.contextmanager
-def full_weights(model: Any, stage: Stage, mesh: Mesh, config: HelixConfig) -> Iterator[Any]:
+def full_weights(model: Any, rank_units: RankUnits, mesh: Mesh, config: HelixConfig) -> Iterator[Any]:
     """Yields the model with full weights, see `Engine.full_weights`."""
-    if has_slices(stage, mesh):
+    if has_slices(rank_units, mesh):
         sizes = [f"{name}={size}" for name, size in config.option_sizes.items() if size > 1]
         raise ValueError(
             f"full_weights() with {' and '.join(sizes)}: every rank has slices of the model, even with all that "
             "data-parallel ranks have spread; save the model, and load it with from_pretrained(folder)"
         )
-    with plain_parameters(), unsharded(stage, "full_weights() is entered"), direct_use_allowed():
+    with plain_parameters(), unsharded(rank_units, "full_weights() is entered"), direct_use_allowed():
         yield model
 
 
 @contextlib.contextmanager
-def unsharded(stage: Stage, what: str) -> Iterator[None]:
+def unsharded(rank_units: RankUnits, what: str) -> Iterator[None]:
     """Returns the context in which every rank has the full weights that replicas shard; `what` is the action, see
     `agree_on_action`. Collective."""
     with plain_parameters():
-        for flat in stage.flat_parameters:
+        for flat in rank_units.flat_parameters:
             flat.check_resharded()
         # Some full buffers include the shard that ranks step, so writes to their parameters would stay.
-        before = {flat: flat.shard.clone() for flat in zero1_flat_parameters(stage.flat_parameters) if flat.has_shard}
+        before = {
+            flat: flat.shard.clone() for flat in zero1_flat_parameters(rank_units.flat_parameters) if flat.has_shard
+        }
         with watched():
             agree_on_action(what)
-            for flat in stage.flat_parameters:
+            for flat in rank_units.flat_parameters:
                 flat.unshard(flat.gather())
     try:
         yield
     finally:
         with plain_parameters():
-            for flat in stage.flat_parameters:
+            for flat in rank_units.flat_parameters:
                 flat.reshard()
             for flat, shard in before.items():
                 flat.shard.copy_(shard)
-            stage.mark_weights_stale()
+            rank_units.mark_weights_stale()

@@ -20,11 +20,11 @@ class Snapshot:
 
     Args:
         model: the model.
-        called: the submodules called by operators; they are not compared.
+        modules_run_as_is: the submodules called by operators; they are not compared.
     """
 
-    def __init__(self, model: nn.Module, called: Collection[nn.Module]) -> None:
-        running = {module: None for given in called for module in given.modules()}
+    def __init__(self, model: nn.Module, modules_run_as_is: Collection[nn.Module]) -> None:
+        running = {module: None for given in modules_run_as_is for module in given.modules()}
         runs = {id(module) for module in running}
         self._modules = [(name, module) for name, module in model.named_modules() if id(module) not in runs]
         self._structure = list(_tensors_and_modules(model, runs))

@@ -84,7 +84,7 @@ class Workload:
         self._maker = WindowMaker(self.model, self.mesh)
         declared = declare(self.model, config, self.mesh, modes, autocast_dtype=autocast_dtype)
         options = RunOptions(autocast_dtype=autocast_dtype)
-        self.runner = start_runner(self.model, declared.stage, config, self.mesh, options)
+        self.runner = start_runner(self.model, declared.rank_units, config, self.mesh, options)
 
     def window(self, count: int, batch: int, length: int) -> list[MicroBatch]:
         """Returns `count` micro-batches of random tokens [batch, length]."""

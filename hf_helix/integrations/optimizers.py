@@ -182,8 +182,8 @@ def check_optimizer(optimizer: Any, model: Any, config: HelixConfig) -> None:
 def watch_steps(engine: Engine) -> None:
     """Hands this rank's shards to every optimizer of the model's parameters at its first step, while the cut model
     lives."""
-    stage, config = engine.runner.stage, engine.config
-    owned, alive = {*stage.all_placements, *stage.shards.values()}, weakref.ref(engine)
+    rank_units, config = engine.runner.rank_units, engine.config
+    owned, alive = {*rank_units.all_placements, *rank_units.shards.values()}, weakref.ref(engine)
 
     def take_over(optimizer: Any, *_: Any) -> None:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]

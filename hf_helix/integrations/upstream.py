@@ -54,7 +54,7 @@ class Problem(NamedTuple):
 
 
 def overrides(
-    owner: str, otherwise: str, *, caller: str | None = "", needs: tuple[str, ...] = ()
+    owner: str, *, otherwise: str, caller: str | None = "", needs: tuple[str, ...] = ()
 ) -> Callable[[Function], Function]:
     """Returns a decorator that marks a method as an override of another package's method.
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_helix.measure.timing import Stopwatch, Work
+from hf_helix.operators.autograd_operator import AutogradOperator
 from hf_helix.operators.base import Precision
 from hf_helix.operators.linears.accumulate import add_product, in_one_gemm
-from hf_helix.operators.segment import Segment
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
@@ -204,7 +204,7 @@ def measure_calls(watch: Stopwatch) -> tuple[float, float]:
 
 
 def _chain(device: torch.device, kernels: int) -> Work:
-    """`CHAIN` segments in a row, forward and backward, each of some kernels of a few elements."""
+    """`CHAIN` operators in a row, forward and backward, each of some kernels of a few elements."""
 
     def function(value: Tensor) -> Tensor:
         for _ in range(kernels):
@@ -217,11 +217,13 @@ def _chain(device: torch.device, kernels: int) -> Work:
         for place, (first, second) in enumerate(itertools.pairwise(names))
     ]
     pair = GraphPair.of(Graph("chain", tuple(operators), (names[0],), (names[-1],)))
-    unit = Unit(label="chain", graphs=pair, operators={op.name: Segment(function) for op in operators}, placements={})
+    unit = Unit(
+        label="chain", graphs=pair, operators={op.name: AutogradOperator(function) for op in operators}, placements={}
+    )
     layout = Layout(["chain"], {0: [0]}, {"chain": pair})
-    program = [each for forward in (True, False) for each in unit_instructions(layout, (0, 0), forward)]
+    program = [each for forward in (True, False) for each in unit_instructions(layout, (0, 0, forward))]
     executor = Executor({0: unit}, make_streams(device), 0, Precision(device.type, None))
     value = torch.randn(8, device=device)
     sources = {layout.key(0, pair.forward.inputs[0], True): value, layout.key(0, pair.backward.inputs[0], False): value}
     batches = [MicroBatch(dict, (0, 0))]
-    return lambda: executor.run(program, batches, lambda _: sources, training=True)
+    return lambda: executor.run(program, batches, lambda _: sources, saves_for_backward=True)

@@ -105,7 +105,7 @@ def operator_memory(runner: Runner, batch: MicroBatch) -> dict[Name, OperatorMem
     """
     window, sides = _prepared([batch])
     names: dict[str, Name] = {}
-    for index in runner.layout.units_of(runner.stage.rank):
+    for index in runner.layout.units_of(runner.rank_units.rank):
         for entry, op in runner.layout.graphs[runner.layout.units[index]].entries():
             if not runner.layout.transfers(index):
                 names[runner.executor.label(batch.key[1], index, op)] = (runner.layout.units[index], entry)
@@ -139,7 +139,7 @@ def memory_limit(
     room = _room(runner, has_stepped, gigabytes)
     if room is None:
         return None
-    rooms = all_gather_object((runner.stage.rank, room))
+    rooms = all_gather_object((runner.rank_units.rank, room))
     of_ranks = [min(room for rank, room in rooms if rank == each) for each in range(runner.layout.num_ranks)]
     if profile is None or not profile.memory:
         return MemoryLimit()
@@ -149,9 +149,9 @@ def memory_limit(
 
 def _room(runner: Runner, has_stepped: bool, gigabytes: float | None) -> float | None:
     """Returns the bytes that a window may hold on this rank; None without a limit."""
-    flats, device = runner.stage.flat_parameters, runner.mesh.device
+    flats, device = runner.rank_units.flat_parameters, runner.mesh.device
     on_host = {id(shard) for flat in flats if flat.host is not None for shard in flat.shards.values()}
-    stepped = [each for each in runner.stage.stepped if each.requires_grad and id(each) not in on_host]
+    stepped = [each for each in runner.rank_units.stepped if each.requires_grad and id(each) not in on_host]
     missing = sum(each.nbytes for each in stepped if each.grad is None)
     # Besides, a window has the full gradients of sharded weights: all, or where every micro-batch reduces them, few.
     trained = [flat for flat in flats if flat.is_trained]
@@ -174,8 +174,8 @@ def _room(runner: Runner, has_stepped: bool, gigabytes: float | None) -> float |
 
 def _existing(runner: Runner, sides: Sequence[Any] = ()) -> list[Tensor]:
     """Returns the tensors that live between windows, and those of batches."""
-    existing: list[Tensor] = [flat.buffer for flat in zero1_flat_parameters(runner.stage.flat_parameters)]
-    for parameter in runner.stage.stepped:
+    existing: list[Tensor] = [flat.buffer for flat in zero1_flat_parameters(runner.rank_units.flat_parameters)]
+    for parameter in runner.rank_units.stepped:
         existing += [parameter] if parameter.grad is None else [parameter, parameter.grad]
     return existing + [value for side in sides for value in side.values() if isinstance(value, Tensor)]
 

@@ -34,7 +34,7 @@ from hf_helix.measure.timing import (
     time_in_a_row,
     traced,
 )
-from hf_helix.operators.base import Call, explicit_gradients
+from hf_helix.operators.base import OperatorContext, explicit_gradients
 from hf_helix.operators.communication.emulated_link import bare
 from hf_helix.operators.communication.transport import Recorder
 from hf_helix.operators.zero.host_shard import host_memory
@@ -71,7 +71,7 @@ def time_reductions(runner: Runner, repeats: int) -> Times:
     """Returns the times of every gradient reduction of this rank. Collective. The smallest and the largest are timed,
     others lie between by their bytes: a reduction takes a latency and a time per byte."""
     layout, names = runner.layout, [name for name, _ in named_reductions(runner.layout)]
-    held = {names[number]: layout.reductions[number].bytes for number in layout.reductions_of(runner.stage.rank)}
+    held = {names[number]: layout.reductions[number].bytes for number in layout.reductions_of(runner.rank_units.rank)}
     planned = [bucket for bucket in runner.buckets if bucket.is_planned]
     if not held or not planned:  # the user may have frozen everything here since the layout was made
         return {name: [LEAST] * (repeats - 1) for name in held}, dict.fromkeys(held, 0)
@@ -112,9 +112,9 @@ def time_gathers(runner: Runner, repeats: int) -> Times:
     known: dict[tuple[object, int], list[float]] = {}
     seconds: dict[Name, list[float]] = {}
     sent: dict[Name, int] = {}
-    for number in layout.gathers_of(runner.stage.rank):
+    for number in layout.gathers_of(runner.rank_units.rank):
         gather = layout.gathers[number]
-        flat = runner.stage.model[gather.units[0]].flat_parameters[gather.name]
+        flat = runner.rank_units.all_units[gather.units[0]].flat_parameters[gather.name]
         assert isinstance(flat, Zero1FlatParameter)
 
         def refresh(flat: Zero1FlatParameter = flat) -> None:
@@ -131,14 +131,14 @@ def time_gathers(runner: Runner, repeats: int) -> Times:
 def time_copies(runner: Runner, repeats: int) -> Times:
     """Returns the times of every copy between host and device of this rank. The largest is timed in both directions,
     others take as long for a byte."""
-    hosts = runner.stage.host_shards
+    hosts = runner.rank_units.host_shards
     if not hosts:
         return {}, {}
     host = max(hosts, key=lambda each: each.crossing.nbytes)
     copy = torch.empty_like(host.crossing, device=runner.mesh.device)
     on_host = host_memory(copy.shape, copy.dtype, copy.device)
     moves = {Kind.UP: lambda: host.up(copy), Kind.DOWN: lambda: host.link.down(on_host, copy)}
-    streams, rank = runner.executor.streams, runner.stage.rank
+    streams, rank = runner.executor.streams, runner.rank_units.rank
     seconds = {kind: time_in_a_row(streams, kind, move, repeats) for kind, move in moves.items()}
     names: dict[Kind, list[Name]] = {kind: [] for kind in moves}
     for name, op in named_copies(runner.layout):
@@ -147,7 +147,7 @@ def time_copies(runner: Runner, repeats: int) -> Times:
     flats = dict(zip([names[Kind.DOWN][number] for number in runner.layout.reductions_of(rank)], planned, strict=True))
     for number in runner.layout.gathers_of(rank):
         gather = runner.layout.gathers[number]
-        flats[names[Kind.UP][number]] = runner.stage.model[gather.units[0]].flat_parameters[gather.name]
+        flats[names[Kind.UP][number]] = runner.rank_units.all_units[gather.units[0]].flat_parameters[gather.name]
     times = {}
     for name, flat in flats.items():
         kind = Kind.UP if name in names[Kind.UP] else Kind.DOWN
@@ -163,7 +163,7 @@ def time_transfers(runner: Runner, batch: MicroBatch, repeats: int) -> Times:
     each is crossed `repeats` times forward, then `repeats` times back."""
     seconds: dict[Name, list[float]] = {}
     sent: dict[Name, int] = {}
-    ends = {operator.boundary: (index, operator) for index, operator in runner.stage.transfers()}
+    ends = {operator.boundary: (index, operator) for index, operator in runner.rank_units.transfers()}
     side = batch.prepare() if ends else {}
     for boundary in range(len(runner.layout.chunks) - 1):
         if boundary not in ends:
@@ -223,7 +223,7 @@ class Bench:
         for timed in sorted(self.moving, key=lambda timed: not self.repeats(timed)):
             step = self._step(self._instruction(0, timed))
             inputs = [self.values[source] for source in step.reads]
-            outputs, _ = step.prepare(self._call(timed), timed.op.part, *inputs)
+            outputs, _ = step.prepare(self._context(timed), timed.op.part, *inputs)
             moves = (timed.op.kind, *((tuple(value.shape), value.dtype) for value in (*outputs, *inputs)))
             other = first.setdefault(moves, timed.name)
             if other != timed.name:
@@ -300,26 +300,26 @@ class Bench:
     def _work(self, timed: TimedOperator) -> Work:
         step = self._step(self._instruction(0, timed))
         inputs = [self.values[key] for key in step.reads]
-        call = self._call(timed)
+        ctx = self._context(timed)
         if step.communicates:
-            return step.prepare(call, timed.op.part, *inputs)[1]
+            return step.prepare(ctx, timed.op.part, *inputs)[1]
         for setup in map(self._step, self._before(0, timed)):
-            setup.method(self.values)(call, *(self.values[key] for key in setup.reads))
-        call.training = step.keeps
+            setup.method(self.values)(ctx, *(self.values[key] for key in setup.reads))
+        ctx.saves_for_backward = step.saves_for_backward
         run = step.method(self.values)
 
         def compute() -> None:
             with explicit_gradients():  # holds for a thread, and the work may run in the thread of a stream
-                run(call, *inputs)
+                run(ctx, *inputs)
 
         return compute
 
     def _step(self, instruction: Instruction) -> BoundInstruction:
         return BoundInstruction(instruction, self.runner.executor.units, self.runner.layout.often_adding)
 
-    def _call(self, timed: TimedOperator) -> Call:
+    def _context(self, timed: TimedOperator) -> OperatorContext:
         unit = self.runner.executor.units[timed.unit]
-        return self.runner.executor.begin(self.batch, no_sources, training=True).call(
+        return self.runner.executor.begin(self.batch, no_sources, saves_for_backward=True).context_of(
             timed.unit, timed.op.forward_name, unit
         )
 
@@ -327,7 +327,7 @@ class Bench:
         """The forward operators that a backward operator needs; of recompute where it is recomputed."""
         if timed.op.part in (Part.F, Part.R) or timed.op.kind.communicates:
             return []
-        made = unit_instructions(self.runner.layout, (repeat, timed.unit), forward=not timed.op.recomputed)
+        made = unit_instructions(self.runner.layout, (repeat, timed.unit, not timed.op.recomputed))
         before = [
             i
             for i in made
@@ -336,7 +336,7 @@ class Bench:
         return [i for i in before if i.operator and i.operator.part in (Part.F, Part.R)]
 
     def _instruction(self, repeat: int, timed: TimedOperator, ends: bool = False) -> Instruction:
-        made = unit_instructions(self.runner.layout, (repeat, timed.unit), forward=timed.op.part is Part.F)
+        made = unit_instructions(self.runner.layout, (repeat, timed.unit, timed.op.part is Part.F))
         instruction = next(i for i in made if i.operator is not None and i.operator.name == timed.op.name)
         return replace(instruction, ends=ends)
 
@@ -351,7 +351,7 @@ class Bench:
 def _first_units(runner: Runner) -> dict[str, int]:
     """The first unit of each name on this rank, without transfers."""
     first: dict[str, int] = {}
-    for index, unit in runner.stage.units.items():
+    for index, unit in runner.rank_units.units.items():
         if not runner.layout.transfers(index):
             first.setdefault(unit.name, index)
     return first
@@ -363,10 +363,10 @@ def _capture(runner: Runner, batch: MicroBatch) -> dict[Key, Tensor]:
     keep: set[Key] = set()
     for unit in _first_units(runner).values():
         for forward in (True, False):
-            for instruction in unit_instructions(layout, (0, unit), forward):
+            for instruction in unit_instructions(layout, (0, unit, forward)):
                 keep.update(instruction.needs + instruction.writes)
     program = runner.build_program(runner.scheduler(1), keep)
-    values = runner.executor.run(program, [batch], runner.sources(), training=True)[0]
+    values = runner.executor.run(program, [batch], runner.sources(), saves_for_backward=True)[0]
     forget_gradients(runner)
     return {key: value for key, value in values.items() if key in keep}
 
@@ -415,7 +415,7 @@ def _measure(
     moved = {name: max(theirs[name] for *_, theirs in ranks if name in theirs) for *_, each in ranks for name in each}
     without = _without_link(bench)
     measured_pairs = _measure_pairs(bench, times, like, progress) if pairs else {}
-    for flat in runner.stage.flat_parameters:
+    for flat in runner.rank_units.flat_parameters:
         flat.reshard()  # gathered for operators that ran outside a window
     memory: dict[Name, OperatorMemory] = {}
     if runner.layout.num_ranks > 1:  # schedules are chosen by memory
@@ -459,7 +459,7 @@ def _measure_computation(runner: Runner, window: Sequence[MicroBatch]) -> dict[N
     program: Sequence[Instruction] = runner.program(len(window))
     if isinstance(runner.executor.streams, CudaStreams):
         program = apart(program)
-    names = {unit.label: unit.name for unit in runner.stage.model.values()}
+    names = {unit.label: unit.name for unit in runner.rank_units.all_units.values()}
     seconds: dict[Name, list[float]] = {}
     for is_warm in (False, True):
         for span in traced(runner, program, window, runner.sources(), ISSUING):

@@ -129,7 +129,7 @@ def measure_overlap(
             runner.train_window(batches, complete=False)
 
     def reduce_gradients() -> None:
-        reduce_all_gradients(first.stage.units, mesh, first.executor.streams)
+        reduce_all_gradients(first.rank_units.units, mesh, first.executor.streams)
 
     def windows(batches: Sequence[MicroBatch]) -> list[Work]:
         alone = [functools.partial(compute, runner, batches) for runner in schedules.values()]
@@ -150,7 +150,7 @@ def measure_overlap(
     reduces = bool(first.layout.reductions)  # if not, only tensor parallelism sums parts of a few gradients
     bubbles = {name: _bubble_fraction(runner, window) for name, runner in schedules.items()}
     sent = sum(transport.bytes_sent for transport in recorded)
-    over = {flat.gather_axis for flat in first.stage.flat_parameters}
+    over = {flat.gather_axis for flat in first.rank_units.flat_parameters}
     result = {}
     for (name, runner), step in zip(runners.items(), medians, strict=True):
         overlapped = _overlapped_fractions(runner, window)
@@ -169,7 +169,7 @@ def measure_overlap(
             sums_overlapped=_reduction_overlapped(runner, window) if reduces else 0.0,
             bytes_summed=bytes_summed(first, len(window)),
             bytes_gathered=sum(each.bytes_sent for axis, each in zip(mesh.axes, recorded, strict=True) if axis in over),
-            bytes_spared=sum(map(bytes_spared, first.stage.flat_parameters)),
+            bytes_spared=sum(map(bytes_spared, first.rank_units.flat_parameters)),
         )
     forget_gradients(first)
     return result

@@ -99,7 +99,7 @@ def traced(
         hold(runner.executor.streams, next(counts) * issuing)
 
     def run() -> None:
-        runner.executor.run(program, batches, sources, training=True, at_barrier=hold_next)
+        runner.executor.run(program, batches, sources, saves_for_backward=True, at_barrier=hold_next)
 
     return record(runner.executor.streams, run)
 

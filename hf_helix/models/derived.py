@@ -42,8 +42,8 @@ from hf_helix.models.trace.trace import (
     EXAMPLE_BATCH,
     EXAMPLE_LENGTH,
     HANDED,
-    PLACES,
     SEEN,
+    TOKEN_POSITIONS,
     ComputesWithMask,
     Given,
     HandsOn,
@@ -57,8 +57,8 @@ from hf_helix.operators.param_shard import COPIED
 from hf_helix.operators.unit import Unit
 
 POSITIONS = {
-    False: Given(PLACES, (1, EXAMPLE_LENGTH), torch.int64, (1,)),
-    True: Given(PLACES, (EXAMPLE_BATCH, EXAMPLE_LENGTH), torch.int64, (0, 1)),
+    False: Given(TOKEN_POSITIONS, (1, EXAMPLE_LENGTH), torch.int64, (1,)),
+    True: Given(TOKEN_POSITIONS, (EXAMPLE_BATCH, EXAMPLE_LENGTH), torch.int64, (0, 1)),
 }
 """The positions of tokens as an argument of the full model, alike for all rows and for each row."""
 
@@ -157,10 +157,10 @@ class DerivedFamily(Family):
         lowering = Lowering(plan, b, layer, start, None if balance is None else balance.choices)
         x, parts = lowering.run(), lowering.parts
         if features is not None:
-            x, features = b.segment_outputs("deepstack", _add_features, ("deepstack", FEATURES), x, features)
+            x, features = b.autograd_outputs("deepstack", _add_features, ("deepstack", FEATURES), x, features)
         more = () if features is None else (features,)
         handed = () if plan.handed is None else (b.indices(HANDED, _same, lowering.value(plan.handed, FULL)),)
-        b.place([p for name, p in named if not plan.trace.reads(name)], COPIED)
+        b.record_cut([p for name, p in named if not plan.trace.reads(name)], COPIED)
         if sums is None:
             return b.build(x, *more, *handed)
         routers = self._routers_in(layer)
@@ -176,16 +176,16 @@ class DerivedFamily(Family):
         model: Any,
         sharing: ParallelContext,
         loss_tweaks: LossTweaks | None = None,
-        places: Collection[int] | None = None,
+        layer_indices: Collection[int] | None = None,
     ) -> list[Unit]:
         with refusing(model):
-            own = loss_tweaks is not None and loss_tweaks.own
-            self._balance = None if own else balance_of(model)
-            self._ends_at_decoder = not self._has_head or own
-            return super().units(model, sharing, loss_tweaks, places)
+            ends = loss_tweaks is not None and loss_tweaks.ends_at_decoder
+            self._balance = None if ends else balance_of(model)
+            self._ends_at_decoder = not self._has_head or ends
+            return super().units(model, sharing, loss_tweaks, layer_indices)
 
-    def layer_key(self, model: Any, place: int) -> str:
-        return self._key(place)
+    def layer_key(self, model: Any, index: int) -> str:
+        return self._key(index)
 
     def embedding(self, b: Builder, model: Any) -> Unit:
         plan, _ = self._plans_of_ends(model, b.tp.size, b.tp.rank)
@@ -197,8 +197,8 @@ class DerivedFamily(Family):
         features = (FEATURES,) if self._has_features else ()
         return b.build(x, *self.balance_start(b, model), *features, *handed)
 
-    def empty(self, model: Any, tp_size: int, own: bool = False) -> Callable[[Mapping[str, Any]], Tensors]:
-        make, trace = super().empty(model, tp_size, own), self._kind(0, 1, 0).trace
+    def empty(self, model: Any, tp_size: int, ends_at_decoder: bool = False) -> Callable[[Mapping[str, Any]], Tensors]:
+        make, trace = super().empty(model, tp_size, ends_at_decoder), self._kind(0, 1, 0).trace
         handed = trace.handed
         if self._has_features:  # behind the first pipeline stage none are left
             return lambda side: (*(made := make(side)), made[0].new_empty(0, *made[0].shape[1:]))
@@ -223,7 +223,7 @@ class DerivedFamily(Family):
 
     def _last(self, b: Builder, x: str) -> str:
         """Returns the output of the last layer, behind which no features are left."""
-        return b.segment(f"{FEATURES}.end", _same, x, b.input(FEATURES)) if self._has_features else x
+        return b.autograd(f"{FEATURES}.end", _same, x, b.input(FEATURES)) if self._has_features else x
 
     def loss(self, b: Builder, model: Any, x: str) -> str:
         x = self._last(b, x)
@@ -235,7 +235,7 @@ class DerivedFamily(Family):
         x = self._last(b, x)
         _, plan = self._plans_of_ends(model, b.tp.size, b.tp.rank)
         output = Lowering(plan, b, model, {plan.start[0]: x}).run()
-        return b.segment("output", _same, x, compiles=False) if output == x else output
+        return b.autograd("output", _same, x, compiles=False) if output == x else output
 
     def balance(self, model: Any) -> Balance | None:
         """Returns the load-balancing loss of the latest units."""
@@ -413,7 +413,7 @@ class DerivedFamily(Family):
     ) -> dict[str, Any]:
         side = super().side_inputs(model, batch, cut, loss_scale, batch_scale)
         if self.calls.has_rows:
-            side[PLACES] = side[PLACES].expand_as(side["ids"])
+            side[TOKEN_POSITIONS] = side[TOKEN_POSITIONS].expand_as(side["ids"])
         if self.is_recurrent:
             mask = batch.get("attention_mask")
             is_hiding = mask is not None and mask.dim() == 2 and form_of(batch).is_masked

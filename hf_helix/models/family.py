@@ -74,7 +74,7 @@ class Family(ABC):
         return model.model.norm
 
     def embedding(self, b: Builder, model: Any) -> Unit:
-        """Declares the embedding of side input `ids`; side input `places` has the positions of these tokens."""
+        """Declares the embedding of side input `ids`; side input `token_positions` has their positions."""
         x = b.reduce_scatter("scatter", b.lookup("lookup", model.get_input_embeddings()))
         return b.build(x, *self.balance_start(b, model))
 
@@ -96,7 +96,7 @@ class Family(ABC):
 
     def balance_start(self, b: Builder, model: Any) -> tuple[str, ...]:
         """Adds the values that the embedding passes to the layers after `x`: sums of the load-balancing loss."""
-        balance = None if b.loss_tweaks.own else self.balance(model)
+        balance = None if b.loss_tweaks.ends_at_decoder else self.balance(model)
         return () if balance is None else (balance.start(b),)
 
     def output(self, b: Builder, model: Any, below: Collection[nn.Parameter] | None) -> Unit:
@@ -174,7 +174,7 @@ class Family(ABC):
         model: Any,
         sharing: ParallelContext,
         loss_tweaks: LossTweaks | None = None,
-        places: Collection[int] | None = None,
+        layer_indices: Collection[int] | None = None,
     ) -> list[Unit]:
         """Returns the units of the model in forward order: the embedding, the layers, the head.
 
@@ -182,7 +182,7 @@ class Family(ABC):
             model: the uncut Transformers model.
             sharing: the axes to cut the model over.
             loss_tweaks: changes of the loss by training arguments.
-            places: indices of the layers whose units are returned; None for all layers.
+            layer_indices: indices of the layers whose units are returned; None for all layers.
 
         Raises:
             ValueError: the model cannot be cut over these axes; names the option and a value that works.
@@ -193,21 +193,21 @@ class Family(ABC):
             self.check_context(model)
         units = [self.embedding(Builder("embedding", "embedding", sharing, loss_tweaks=loss_tweaks), model)]
         for index, layer in enumerate(self.layers(model)):
-            if places is not None and index not in places:
+            if layer_indices is not None and index not in layer_indices:
                 continue
             b = Builder("layer", f"layers.{index}", sharing, repeats=True, loss_tweaks=loss_tweaks)
             units.append(self.layer(b, layer))
         b = Builder("head", "head", sharing, loss_tweaks=loss_tweaks)
-        if not b.loss_tweaks.own:
+        if not b.loss_tweaks.ends_at_decoder:
             units.append(self.head(b, model))
         else:
             below = {parameter for unit in units for parameter in unit.placements}
-            units.append(self.output(b, model, below if places is None else None))
+            units.append(self.output(b, model, below if layer_indices is None else None))
         return number_distinct_graphs(units)
 
-    def layer_key(self, model: Any, place: int) -> str:
+    def layer_key(self, model: Any, index: int) -> str:
         """Returns a text of code, options and sizes; layers with equal texts are declared alike."""
-        return description(self.layers(model)[place])
+        return description(self.layers(model)[index])
 
     def loss_adds_up(self, model: Any) -> bool:
         """Returns whether the loss of a batch is the sum of the losses of its rows."""
@@ -229,17 +229,17 @@ class Family(ABC):
         """Returns the rows of the table of positions; None where every position has an embedding."""
         return None
 
-    def empty(self, model: Any, tp_size: int, own: bool = False) -> Callable[[Mapping[str, Any]], Tensors]:
+    def empty(self, model: Any, tp_size: int, ends_at_decoder: bool = False) -> Callable[[Mapping[str, Any]], Tensors]:
         """Returns a function of the side inputs that allocates a layer's outputs: [sequence shard, batch, hidden], and
         the sums of a load-balancing loss. Called after the units are declared and before the model is cut.
 
         Args:
             model: the Transformers model.
             tp_size: the number of tensor-parallel ranks.
-            own: whether the loss is the caller's own, so that layers pass no sums on.
+            ends_at_decoder: whether the caller computes the loss, so that layers pass no sums on.
         """
         weight = model.get_input_embeddings().weight
-        hidden, dtype, balance = weight.shape[1], weight.dtype, None if own else self.balance(model)
+        hidden, dtype, balance = weight.shape[1], weight.dtype, None if ends_at_decoder else self.balance(model)
 
         def make(side: Mapping[str, Any]) -> Tensors:
             ids = side["ids"]
@@ -283,7 +283,7 @@ class Family(ABC):
         counted = self.count_positions(ids, mask) if positions is None else positions
         side = {
             "ids": cut.take(ids, 1).t().contiguous(),
-            "places": cut.take(counted, 1).t(),
+            "token_positions": cut.take(counted, 1).t(),
             "targets": cut.take(targets_of(batch), 1, IGNORED).t().contiguous(),
             "length": ids.shape[1],
             "loss_scale": loss_scale,

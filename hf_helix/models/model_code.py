@@ -44,26 +44,28 @@ _HOOKS = {
 }
 
 
-def check_forwards(model: Any, base: Any, family: Family, called: Iterable[nn.Module], own_loss: bool = False) -> None:
+def check_forwards(
+    model: Any, base: Any, family: Family, modules_run_as_is: Iterable[nn.Module], ends_at_decoder: bool = False
+) -> None:
     """Refuses hooks and code that would never run.
 
     Args:
         model: the given model, perhaps a `PeftModel`.
         base: the Transformers model inside a `PeftModel`, or the model.
         family: the family of the model.
-        called: the submodules that operators call.
-        own_loss: whether the model is called, so that all code above its decoder runs.
+        modules_run_as_is: the submodules that operators call.
+        ends_at_decoder: whether the model is called, so that all code above its decoder runs.
 
     Raises:
         ValueError: names the hooks and code, and the remedy.
     """
-    runs = {id(module) for given in called for module in given.modules()}
-    if own_loss:
+    runs = {id(module) for given in modules_run_as_is for module in given.modules()}
+    if ends_at_decoder:
         runs |= {id(module) for module in model.modules()} - {id(module) for module in family.decoder(base).modules()}
     is_own = getattr(transformers, family.model_class, None) is None
     by_weights = set(map(id, _by_weights(base)))
     inside = {id(module) for module in base.modules()}
-    problems = [] if own_loss else [*_problems_of_loss(base, is_own)]
+    problems = [] if ends_at_decoder else [*_problems_of_loss(base, is_own)]
     for name, module in model.named_modules():
         if id(module) not in runs:
             where = f"model.{name}" if name else "model"

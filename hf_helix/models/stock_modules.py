@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from hf_helix.models.alike import same_code
 from hf_helix.operators.attention.rope import Pair, rotated
-from hf_helix.operators.segment import has_hooks
+from hf_helix.operators.autograd_operator import has_hooks
 
 SILU = (SiLUActivation.forward, nn.SiLU.forward)
 

@@ -271,8 +271,8 @@ class Towers:
             features = [torch.cat([x[:0], *merged[1:]])] if self.are_deep else []
             return (merged[0], *features)
 
-        b.called += self.modules
-        return b.segment_outputs(
+        b.modules_run_as_is += self.modules
+        return b.autograd_outputs(
             name,
             merge,
             (name, FEATURES) if self.are_deep else (name,),
@@ -288,7 +288,7 @@ class Towers:
         """Places the towers where no operator reads them, frozen as in Transformers, where they get no gradient."""
         for parameter in self.parameters:
             parameter.requires_grad_(False)
-        b.place(self.parameters, COPIED)
+        b.record_cut(self.parameters, COPIED)
 
     def _merge(self, x: Tensor, images: Images, rank: int) -> list[Tensor]:
         """Returns the embeddings, and the features that are added behind the first layers, one after the other. On the

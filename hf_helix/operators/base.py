@@ -8,9 +8,9 @@
 In:   tensors of one micro-batch.
 Out:  tensors; parameter gradients are added to `parameter.grad`.
 Must hold: a computation never communicates; a communication never computes a gradient. The state of an operator between
-forward and backward lies in its `Call`, so the same operator serves many micro-batches at once. A gradient for another
-rank has the type of its value.
-Activations have the layout [sequence, batch, hidden]; a rank holds its slice of the sequence where a comment says
+forward and backward lies in its `OperatorContext`, so the same operator serves many micro-batches at once. A gradient
+for another rank has the type of its value.
+Activations have the layout [sequence, batch, hidden]; a rank holds its part of the sequence where a comment says
 "shard".
 """
 
@@ -31,7 +31,7 @@ TransferFn = Callable[[], object]
 """Moves data into buffers that were allocated before."""
 
 Method = Callable[..., Tensors]
-"""`method(call, *tensors)`: a part of an operator, for one micro-batch."""
+"""`method(ctx, *tensors)`: a part of an operator, for one micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,15 @@ def autocast_device(device: str) -> str:
 
 
 @dataclass(slots=True)
-class Call:
-    """One operator for one micro-batch: its side inputs, and its state for backward.
+class OperatorContext:
+    """An operator's context for one micro-batch, like the `ctx` of `torch.autograd.Function`: its side inputs, and its
+    state for backward.
 
     Attributes:
         side: tensors of the micro-batch without gradient (masks, positions, labels), by name.
         seed: the seed of operators that draw random numbers; it does not depend on the plan.
-        training: False where forward need not save anything: without a later backward, or where backward runs forward
-            again.
+        saves_for_backward: whether forward saves its state; not without a later backward, nor where backward runs
+            forward again. The mode of a module, by which dropout draws, is `nn.Module.training`.
         precision: the types of the forward pass; backward follows the types of saved values.
         saved: the state of forward for backward.
         shared: host-side knowledge of the micro-batch for several operators, by the object that keeps it there.
@@ -87,7 +88,7 @@ class Call:
 
     side: Mapping[str, Any]
     seed: int
-    training: bool
+    saves_for_backward: bool
     precision: Precision = field(default_factory=Precision)
     saved: Any = field(default=None)
     shared: dict[object, Any] = field(default_factory=dict)
@@ -106,8 +107,8 @@ class TensorOperator(ABC):
     """The action of an operator of a unit on tensors. Runs within `explicit_gradients`, for many micro-batches at once.
 
     Attributes:
-        has_saved_state: whether forward saves large state for backward in `Call.saved`. A recomputed operator must then
-            run forward again, also where all its outputs are kept.
+        has_saved_state: whether forward saves large state for backward in `OperatorContext.saved`. A recomputed
+            operator must then run forward again, also where all its outputs are kept.
     """
 
     has_saved_state = False
@@ -146,11 +147,11 @@ class Computation(TensorOperator):
     has_saved_state = True
 
     @abstractmethod
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+    def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         """Returns the outputs."""
 
     @abstractmethod
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+    def backward(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         """Returns the gradients of the inputs, and adds to those of parameters."""
 
     @final
@@ -167,15 +168,15 @@ class SplitComputation(TensorOperator):
         """The size of W, see `hf_helix.planning.graph.operator.Operator`."""
 
     @abstractmethod
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+    def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         """Returns the outputs."""
 
     @abstractmethod
-    def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
+    def input_gradient(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         """Returns the gradients of the inputs."""
 
     @abstractmethod
-    def weight_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
+    def weight_gradient(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         """Adds to the gradients of parameters; returns an empty tuple."""
 
     @final
@@ -194,11 +195,11 @@ class Communication(TensorOperator):
     """An operator on a communication stream."""
 
     @abstractmethod
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
+    def prepare(self, ctx: OperatorContext, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         """Allocates on the compute stream, at the time of issue.
 
         Args:
-            call: the call.
+            ctx: the operator's context for the micro-batch.
             part: F, B, or R for F once more.
             inputs: values, or in B gradients.
 
@@ -213,8 +214,8 @@ class Communication(TensorOperator):
 
     @final
     def method_of(self, part: Part) -> Method:
-        def run(call: Call, *inputs: Tensor) -> Tensors:
-            outputs, transfer = self.prepare(call, part, *inputs)
+        def run(ctx: OperatorContext, *inputs: Tensor) -> Tensors:
+            outputs, transfer = self.prepare(ctx, part, *inputs)
             transfer()
             return outputs
 

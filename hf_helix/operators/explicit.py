@@ -1,10 +1,10 @@
 """Functions with explicit backward: a kernel or a few, without an autograd graph around them.
 
-In:   the inputs of a segment.
+In:   the inputs of an operator.
 Out:  its output, and the tensors for its backward; backward returns the gradients of the inputs, and adds to those of
       parameters.
 Must hold: results are rounded as by autograd, except where a docstring says so. Where `applies` returns False, the
-segment leaves the function to autograd.
+operator leaves the function to autograd.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_helix.operators.base import Call, Precision, Tensors
+from hf_helix.operators.base import OperatorContext, Precision, Tensors
 from hf_helix.operators.fused import kernels
 
 aten = torch.ops.aten
@@ -26,19 +26,19 @@ class Explicit(ABC):
 
     @abstractmethod
     def applies(self, *inputs: Tensor) -> bool:
-        """Returns whether the result equals the segment's function for these inputs, on their device."""
+        """Returns whether the result equals the operator's function for these inputs, on their device."""
 
     @abstractmethod
     def forward(self, precision: Precision, *inputs: Tensor) -> tuple[Tensor, Tensors]:
         """Returns the output, and the tensors for `backward`."""
 
     @abstractmethod
-    def backward(self, kept: Tensors, call: Call, gradient: Tensor) -> Tensors:
+    def backward(self, kept: Tensors, ctx: OperatorContext, gradient: Tensor) -> Tensors:
         """Returns the gradients of the inputs, and adds to those of parameters.
 
         Args:
             kept: the tensors that forward has kept.
-            call: may have its `partials` added, and then set to an empty tuple.
+            ctx: may have its `partials` added, and then set to an empty tuple.
             gradient: of the output.
         """
 
@@ -64,7 +64,7 @@ class GatedSilu(Explicit):
         activated = functional.silu(gate)
         return activated * up, (gate, up, activated)
 
-    def backward(self, kept: Tensors, call: Call, gradient: Tensor) -> Tensors:
+    def backward(self, kept: Tensors, ctx: OperatorContext, gradient: Tensor) -> Tensors:
         gate, up, *activated = kept
         gradient = gradient.to(gate.dtype)
         if not activated:
@@ -100,12 +100,12 @@ class RmsNorm(Explicit):
         out, scale = kernels.rms_norm(value, weight, self._module.variance_epsilon, dtype)
         return out, (value, scale)
 
-    def backward(self, kept: Tensors, call: Call, gradient: Tensor) -> Tensors:
+    def backward(self, kept: Tensors, ctx: OperatorContext, gradient: Tensor) -> Tensors:
         value, scale = kept
         weight = self._module.weight
         partial = None
-        if call.partials and call.partials[0] is not None and call.partials[0].dtype is value.dtype:
-            (partial,), call.partials = call.partials, ()
+        if ctx.partials and ctx.partials[0] is not None and ctx.partials[0].dtype is value.dtype:
+            (partial,), ctx.partials = ctx.partials, ()
         of_value, rows = kernels.rms_norm_backward(gradient, value, scale, weight, partial)
         if weight.requires_grad:
             of_weight = rows.sum(0).to(weight.dtype)

@@ -1,6 +1,6 @@
 """Random numbers of operators: every draw has a seed of its own.
 
-In:   a device, and the seed of a call.
+In:   a device, and the seed of an operator's context.
 Out:  a generator, or a context in which torch itself draws from the seed.
 Must hold: equal seeds give equal numbers, and the generators of the run draw nothing. A window that is captured as a
 CUDA graph has a source of its own, whose generators get new seeds before every replay.

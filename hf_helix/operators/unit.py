@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from hf_helix.operators.autograd_operator import Add, SumOfGradients
 from hf_helix.operators.base import TensorOperator
 from hf_helix.operators.moe.dispatch import RouterMeter
 from hf_helix.operators.param_shard import Placement
-from hf_helix.operators.segment import Add, SumOfGradients
 from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.operators.zero.host_shard import HostLink, KeptOnHost
 from hf_helix.planning.graph.backward import GraphPair
@@ -37,10 +37,11 @@ class Unit:
         operators: by their declared names.
         placements: each parameter with its cut.
         meters: the counts of its routers.
-        called: the submodules that operators call unchanged, hooks included; of other submodules operators read the
+        modules_run_as_is: the submodules that operators call, hooks included; of other submodules operators read the
             weights.
         logits: of the head, the input of the loss: the logits of the model's own forward.
-        loss_shape: of the head's output: a scalar, or a loss followed by figures; None where a caller computes losses.
+        loss_shape: of the head's output: a scalar, or a loss followed by figures.
+        ends_at_decoder: of the last unit, whether its output is the decoder's, and a caller computes losses.
         above: the parameters above the decoder, which no operator reads: those of code of the caller's.
         flat_parameters: by the values of gathered weights, also of backward; empty where every rank keeps all weights.
     """
@@ -50,9 +51,10 @@ class Unit:
     operators: Mapping[str, TensorOperator]
     placements: Mapping[torch.nn.Parameter, Placement]
     meters: Sequence[RouterMeter] = ()
-    called: Sequence[torch.nn.Module] = ()
+    modules_run_as_is: Sequence[torch.nn.Module] = ()
     logits: str | None = None
-    loss_shape: tuple[int, ...] | None = ()
+    loss_shape: tuple[int, ...] = ()
+    ends_at_decoder: bool = False
     above: Collection[torch.nn.Parameter] = ()
     flat_parameters: Mapping[str, FlatParameter] = field(default_factory=dict)
 
@@ -129,5 +131,10 @@ class Unit:
         own = {each: added[each] if each in added else self.operators[each] for each in names}
         read = {parameter for operator in own.values() for parameter in operator.parameters}
         placements = {parameter: placed for parameter, placed in self.placements.items() if parameter in read}
-        kept = {"called": self.called, "logits": self.logits, "loss_shape": self.loss_shape}
+        kept = {
+            "modules_run_as_is": self.modules_run_as_is,
+            "logits": self.logits,
+            "loss_shape": self.loss_shape,
+            "ends_at_decoder": self.ends_at_decoder,
+        }
         return Unit.of(part, own, label=self.label, placements=placements, **kept)

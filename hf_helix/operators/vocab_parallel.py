@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_helix.operators.base import Call, Computation, Tensors
+from hf_helix.operators.base import Computation, OperatorContext, Tensors
 from hf_helix.operators.vocab_tiles import CHUNK, HeadInTiles, Tile
 
 IGNORED = -100
@@ -140,57 +140,57 @@ class TokenStatistics(Computation):
     def cast_parameters(self) -> tuple[Tensor, ...]:
         return self.parameters
 
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+    def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         (logits,) = inputs
-        if self.head is not None and call.training and self.head.is_used(call):
-            return self._forward_in_tiles(call, self.head, logits)
+        if self.head is not None and ctx.saves_for_backward and self.head.is_used(ctx):
+            return self._forward_in_tiles(ctx, self.head, logits)
         statistics = torch.empty(
             (5 if self.figures else 3, *logits.shape[:-1]), dtype=torch.float32, device=logits.device
         )
-        for rows, targets, out in self._chunks(logits, call.side["targets"], statistics):
+        for rows, targets, out in self._chunks(logits, ctx.side["targets"], statistics):
             out.copy_(self._statistics(rows, targets, self.smoothing, self.share, self.figures))
-        if call.training:
-            call.saved = logits, statistics[1]
+        if ctx.saves_for_backward:
+            ctx.saved = logits, statistics[1]
         return (statistics.unsqueeze(0),)
 
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
-        if self.head is not None and self.head.is_used(call):
-            return self._backward_in_tiles(call, self.head, gradients[0])
-        (logits, totals), call.saved = call.saved, None
+    def backward(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
+        if self.head is not None and self.head.is_used(ctx):
+            return self._backward_in_tiles(ctx, self.head, gradients[0])
+        (logits, totals), ctx.saved = ctx.saved, None
         # The maximum is a constant: the sums are rescaled by it, which leaves the loss as it is.
         _, of_total, of_target = gradients[0].squeeze(0)[:3]
         factors = torch.stack((of_total * totals, of_target))
         result = logits if self.overwrites else torch.empty_like(logits)
         written = result.view(-1, logits.shape[-1]).split(self._chunk_of(logits))
-        chunks = self._chunks(logits, call.side["targets"], factors)
+        chunks = self._chunks(logits, ctx.side["targets"], factors)
         for (rows, targets, factor), out in zip(chunks, written, strict=True):
             out.copy_(self._gradient(rows, targets, factor, self.smoothing, self.share))
         return (result,)
 
-    def _forward_in_tiles(self, call: Call, head: HeadInTiles, hidden: Tensor) -> Tensors:
+    def _forward_in_tiles(self, ctx: OperatorContext, head: HeadInTiles, hidden: Tensor) -> Tensors:
         """Returns the statistics; keeps the hidden states, and every tile's part of the sums."""
-        tiles, targets = list(head.tiles(call, hidden)), call.side["targets"]
+        tiles, targets = list(head.tiles(ctx, hidden)), ctx.side["targets"]
         shape = tiles[-1].number + 1, 5 if self.figures else 3, targets.numel()
         of_tiles = torch.empty(shape, dtype=torch.float32, device=hidden.device)
         for tile in tiles:
             ids = self._ids_in(tile, targets)
-            logits = head.logits(call, tile.products())
+            logits = head.logits(ctx, tile.products())
             found = self._statistics(logits, ids, self.smoothing, self.share, self.figures)
             of_tiles[tile.number, :, tile.tokens] = found
         joined, totals = join_statistics(of_tiles)
-        call.saved = hidden, totals
+        ctx.saved = hidden, totals
         return (joined.view(1, -1, *targets.shape),)
 
-    def _backward_in_tiles(self, call: Call, head: HeadInTiles, gradient: Tensor) -> Tensors:
-        (hidden, totals), call.saved = call.saved, None
+    def _backward_in_tiles(self, ctx: OperatorContext, head: HeadInTiles, gradient: Tensor) -> Tensors:
+        (hidden, totals), ctx.saved = ctx.saved, None
         _, of_total, of_target = gradient.squeeze(0)[:3].flatten(1)
         result = head.new_gradient(hidden)
-        for tile in head.tiles(call, hidden):
-            ids = self._ids_in(tile, call.side["targets"])
+        for tile in head.tiles(ctx, hidden):
+            ids = self._ids_in(tile, ctx.side["targets"])
             factors = torch.stack((of_total * totals[tile.number], of_target))[:, tile.tokens]
             change = partial(self._gradient, targets=ids, factors=factors, smoothing=self.smoothing, share=self.share)
-            head.add_gradients(tile, head.of_products(call, tile.products(), change), result)
-        return (call.precision.cast_for_matmul(result.to(hidden.dtype)).view_as(hidden),)
+            head.add_gradients(tile, head.of_products(ctx, tile.products(), change), result)
+        return (ctx.precision.cast_for_matmul(result.to(hidden.dtype)).view_as(hidden),)
 
     def _ids_in(self, tile: Tile, targets: Tensor) -> Tensor:
         """Returns the targets of a tile's tokens, counted from its first row."""

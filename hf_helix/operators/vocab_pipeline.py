@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_helix.operators.autograd_operator import Add, AutogradOperator
 from hf_helix.operators.base import Communication, Method, TensorOperator
 from hf_helix.operators.communication.collectives import AllGatherReplicated, MakeBuffers
 from hf_helix.operators.param_shard import VOCABULARY
-from hf_helix.operators.segment import Add, Segment
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.vocab_parallel import TokenStatistics
 from hf_helix.planning.graph.operator import Kind, Operator, Part
@@ -172,8 +172,8 @@ def _heads(unit: Unit, head: nn.Parameter, dtype: torch.dtype, size: int) -> Ite
     kept = Operator(name="pass", kind=Kind.COMPUTE, reads=(hidden,), writes=(PASSED,), relative_cost=LIGHT)
     join = Operator(name="join", kind=Kind.COMPUTE, reads=(GIVEN, statistics), writes=(JOINED,), relative_cost=LIGHT)
     added: dict[str, TensorOperator] = {
-        "pass": Segment(lambda value: value.to(dtype).view_as(value)),
-        "join": Segment(lambda given, own: torch.cat((given, own))),
+        "pass": AutogradOperator(lambda value: value.to(dtype).view_as(value)),
+        "join": AutogradOperator(lambda given, own: torch.cat((given, own))),
     }
     first, *between, last = slice_names(unit.name, size)
     yield unit.part(first, [*front, kept, *own], graph.inputs, (PASSED, statistics), added)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_helix.operators.base import Call, Method, TensorOperator, Tensors
+from hf_helix.operators.base import Method, OperatorContext, TensorOperator, Tensors
 from hf_helix.operators.linears.accumulate import add_product, started_gradient
 from hf_helix.operators.linears.linear import Projection
 from hf_helix.planning.graph.operator import Part
@@ -98,29 +98,29 @@ class HeadInTiles:
         self.parameters = parameters
         self._change = change
 
-    def is_used(self, call: Call) -> bool:
+    def is_used(self, ctx: OperatorContext) -> bool:
         """Returns whether a micro-batch with backward has too many logits to keep."""
-        return int(call.side["targets"].numel()) * len(self.linear.weight) > self._factor * WHOLE
+        return int(ctx.side["targets"].numel()) * len(self.linear.weight) > self._factor * WHOLE
 
-    def tiles(self, call: Call, hidden: Tensor) -> Iterator[Tile]:
+    def tiles(self, ctx: OperatorContext, hidden: Tensor) -> Iterator[Tile]:
         """Yields the tiles of hidden states [..., hidden]."""
-        value = call.precision.cast_for_matmul(hidden).flatten(0, -2)
+        value = ctx.precision.cast_for_matmul(hidden).flatten(0, -2)
         weight, bias = (
-            None if each is None else call.precision.weights.of((each,), value.dtype)
+            None if each is None else ctx.precision.weights.of((each,), value.dtype)
             for each in (self.linear.weight, self.linear.bias)
         )
         assert weight is not None
         return tiles_of(value, weight, bias, value.dtype, ROWS)
 
-    def logits(self, call: Call, products: Tensor) -> Tensor:
+    def logits(self, ctx: OperatorContext, products: Tensor) -> Tensor:
         """Returns the logits [tokens, rows] of products."""
         if self._change is None:
             return products
-        with call.precision.autocast():
+        with ctx.precision.autocast():
             result = self._change(products.unsqueeze(1))
         return (result if isinstance(result, Tensor) else result[0]).squeeze(1)
 
-    def of_products(self, call: Call, products: Tensor, of_logits: Callable[[Tensor], Tensor]) -> Tensor:
+    def of_products(self, ctx: OperatorContext, products: Tensor, of_logits: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns the gradient of products [tokens, rows].
 
         Args:
@@ -130,7 +130,7 @@ class HeadInTiles:
             return of_logits(products)
         with torch.enable_grad():
             leaf = products.requires_grad_()
-            logits = self.logits(call, leaf)
+            logits = self.logits(ctx, leaf)
         return torch.autograd.grad(logits, leaf, of_logits(logits.detach()))[0]
 
     def new_gradient(self, hidden: Tensor) -> Tensor:
@@ -174,9 +174,9 @@ class Deferred(TensorOperator):
     def method_of(self, part: Part) -> Method:
         run, is_forward = self.operator.method_of(part), part in (Part.F, Part.R)
 
-        def run_or_pass(call: Call, *tensors: Tensor) -> Tensors:
-            if self._head.is_used(call) and (call.training or not is_forward):
+        def run_or_pass(ctx: OperatorContext, *tensors: Tensor) -> Tensors:
+            if self._head.is_used(ctx) and (ctx.saves_for_backward or not is_forward):
                 return () if part is Part.W else tensors[:1]
-            return run(call, *tensors)
+            return run(ctx, *tensors)
 
         return run_or_pass

@@ -14,7 +14,7 @@ from hf_helix.planning.timing.profile_file import save_profile
 from hf_helix.report.strands import Strip, draw_strips, note_of, strips_of_plans, text_strips
 from hf_helix.tuning.budget import BASELINE
 from hf_helix.tuning.candidates import Comparison
-from hf_helix.tuning.verdict import format_plans, in_ms
+from hf_helix.tuning.result_text import format_plans, in_ms
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # speeds of predicted links, in parts of the speed of the measured link
 

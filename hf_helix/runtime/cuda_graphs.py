@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from hf_helix.config import AUTO, OFFLOAD, HelixConfig
+from hf_helix.operators.autograd_operator import has_hooks
 from hf_helix.operators.moe.dispatch import RouterMeter
 from hf_helix.operators.random_numbers import Source, drawing_from
-from hf_helix.operators.segment import has_hooks
 from hf_helix.runtime.distributed.agreement import sum_over_ranks
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.microbatch import MicroBatch, derive_seed
@@ -252,7 +252,7 @@ class WindowGraphs:
             return [torch.stack(runner.train_window(batches))]
 
         (losses,) = self._run(runner, window, "train", train)
-        runner.stage.mark_weights_stale()  # as `Runner.train_window`: a step follows
+        runner.rank_units.mark_weights_stale()  # as `Runner.train_window`: a step follows
         return list(losses)
 
     def evaluate(
@@ -292,7 +292,7 @@ class WindowGraphs:
         captured = self._captured.get(number)
         if captured is None and self._is_due(number):
             _release_before_groups()
-            parameters = runner.stage.stepped if trains else ()
+            parameters = runner.rank_units.stepped if trains else ()
             capture = functools.partial(self._capture, runner, window, (leaves, form), self._draws[number], work)
             captured = self._on_all_ranks(runner, functools.partial(capture, parameters))
             if captured is not None:
@@ -369,7 +369,7 @@ class WindowGraphs:
 
     def _agreed(self, runner: Runner, about: object, leaves: Sequence[Any]) -> int:
         """Returns a number for this window on all ranks together; 0 where a rank cannot capture it. Collective."""
-        held = (*runner.stage.placements, *runner.stage.stepped)
+        held = (*runner.rank_units.placements, *runner.rank_units.stepped)
         places = [(parameter.data_ptr(), parameter.requires_grad) for parameter in held]
         moved = runner is not self._runner or places != self._places
         reason = reason_against_graph(runner, leaves)
@@ -443,7 +443,7 @@ class WindowGraphs:
         self.release()
         gc.collect()  # the values of the window hang on its error
         runner.executor.streams.close()  # they were captured; others are made
-        runner.stage.mark_weights_stale()  # nothing was gathered
+        runner.rank_units.mark_weights_stale()  # nothing was gathered
         self._say(f"windows run without CUDA graphs from here on, since one could not be captured ({why})")
         return None
 
@@ -466,7 +466,7 @@ class WindowGraphs:
         """
         inputs, batches = _kept(window, *sides)
         draws = self._recorder.draws(runner.mesh.device, num_draws)
-        runner.stage.mark_weights_stale()  # a graph gathers them itself
+        runner.rank_units.mark_weights_stale()  # a graph gathers them itself
 
         def record() -> tuple[list[Tensor], dict[nn.Parameter, Tensor]]:
             results = work(batches)
@@ -505,16 +505,16 @@ class WindowGraphs:
             self._tell(f"cuda_graphs={self._option!r}: {text}")
 
 
-def reason_against_all_graphs(mesh: Mesh, runner: Runner, config: HelixConfig, has_own_loss: bool) -> str | None:
-    """Returns why no window of a run is captured, if so; with `has_own_loss` the caller computes the loss between the
-    passes."""
+def reason_against_all_graphs(mesh: Mesh, runner: Runner, config: HelixConfig, ends_at_decoder: bool) -> str | None:
+    """Returns why no window of a run is captured, if so; with `ends_at_decoder` the caller computes the loss between
+    the passes."""
     if mesh.device.type != "cuda":
         return f"the model is on a {mesh.device.type} device"
-    if has_own_loss:
+    if ends_at_decoder:
         return "the loss is computed by code outside of the model, between passes whose values move from call to call"
     if config.offload or config.recompute == OFFLOAD:
         return "gradients lie elsewhere on the host in every window (offload), and a graph copies them where they lay"
-    if config.expert_capacity_factor is None and any(unit.meters for unit in runner.stage.model.values()):
+    if config.expert_capacity_factor is None and any(unit.meters for unit in runner.rank_units.all_units.values()):
         return (
             "the host must know how many rows go to which expert; with HelixConfig(expert_capacity_factor=...), such "
             "as 1.25, shapes do not depend on it"
@@ -535,8 +535,8 @@ def reason_against_graph(runner: Runner, leaves: Iterable[Any]) -> str | None:
             return f"a batch brings a tensor on a {leaf.device.type} device"
         if not isinstance(leaf, Tensor | int | float | str | None):
             return f"attention takes a {type(leaf).__name__} with every batch, which is no tensor"
-    for unit in runner.stage.units.values():
-        for module in unit.called:
+    for unit in runner.rank_units.units.values():
+        for module in unit.modules_run_as_is:
             if any(map(has_hooks, module.modules())):
                 return f"a part of {unit.label} ({type(module).__name__}) has hooks, which a graph would not call"
     return None
@@ -556,7 +556,7 @@ def _kept(window: Sequence[MicroBatch], leaves: Sequence[Any], form: TreeSpec) -
 @contextlib.contextmanager
 def _counting_apart(runner: Runner) -> Iterator[dict[RouterMeter, Tensor]]:
     """Lets every router begin with the tensor of sums that is yielded; at the end the sums are as before."""
-    meters = [meter for unit in runner.stage.units.values() for meter in unit.meters]
+    meters = [meter for unit in runner.rank_units.units.values() for meter in unit.meters]
     counted = {meter: meter.sums for meter in meters}
     before = {meter: torch.zeros(meter.num_experts + 3, device=runner.mesh.device) for meter in meters}
     for meter, sums in before.items():

@@ -31,7 +31,7 @@ from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.division import Division
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.local_parameters import local_parameters
-from hf_helix.runtime.stage import Stage
+from hf_helix.runtime.rank_units import RankUnits
 
 
 class DividedTensor(Tensor):
@@ -143,15 +143,22 @@ class DividedParameters:
 
     Args:
         model: the cut model.
-        stage: its units on this rank.
+        rank_units: its units on this rank.
         mesh: the layout of the ranks.
         full: by name of a parameter, the full shape, and whether it was trained when the model was cut.
     """
 
-    def __init__(self, model: nn.Module, stage: Stage, mesh: Mesh, full: Mapping[str, tuple[torch.Size, bool]]) -> None:
-        placements, shards, above, owners = stage.all_placements, stage.shards, stage.above, stage.owners
-        flat_of = {parameter: flat for flat in stage.flat_parameters for parameter in flat.placements}
-        locals_of = {about.name: about for about in local_parameters(model, stage, mesh).values()}
+    def __init__(
+        self, model: nn.Module, rank_units: RankUnits, mesh: Mesh, full: Mapping[str, tuple[torch.Size, bool]]
+    ) -> None:
+        placements, shards, above, owners = (
+            rank_units.all_placements,
+            rank_units.shards,
+            rank_units.above,
+            rank_units.owners,
+        )
+        flat_of = {parameter: flat for flat in rank_units.flat_parameters for parameter in flat.placements}
+        locals_of = {about.name: about for about in local_parameters(model, rank_units, mesh).values()}
         self._parameters: list[Any] = []
         self._summed: dict[nn.Parameter, int] = {}  # those that ranks hold in full, with the ranks of a sum
         for name, parameter in model.named_parameters():
@@ -234,19 +241,20 @@ _OPERANDS = {
 }
 _ATTRIBUTES = ("__get__", "__set__", "__delete__")
 _num_recording = 0
-_calls: list[dict[int, Tensor]] = []  # of each entered `calling`, the full parameters read so far, by id
+# Of each entered `running_model_code`: the full parameters read so far, by id.
+_full_values: list[dict[int, Tensor]] = []
 
 
 @contextlib.contextmanager
-def calling() -> Iterator[None]:
+def running_model_code() -> Iterator[None]:
     """Returns the context in which code of a model runs, without gradients: linears and lookups run over this rank's
     part, and other parameters are gathered once. All ranks that share a parameter enter together."""
-    _calls.append(_calls[-1] if _calls else {})
+    _full_values.append(_full_values[-1] if _full_values else {})
     try:
         with torch.no_grad():
             yield
     finally:
-        _calls.pop()
+        _full_values.pop()
 
 
 @contextlib.contextmanager
@@ -266,9 +274,9 @@ def is_recording() -> bool:
     return _num_recording > 0
 
 
-def is_calling() -> bool:
-    """Returns whether `calling` is entered."""
-    return bool(_calls)
+def is_running_model_code() -> bool:
+    """Returns whether `running_model_code` is entered."""
+    return bool(_full_values)
 
 
 def _call_code(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_gradients: bool) -> Any:
@@ -279,7 +287,7 @@ def _call_code(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_
             return found
     if getattr(func, "__name__", "") in _ATTRIBUTES:
         return NotImplemented
-    if _calls:
+    if _full_values:
         return _apply(func, args, kwargs, _gathered_once)
     if not has_gradients or not is_recording():
         return NotImplemented
@@ -313,8 +321,8 @@ def _with_part(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_
     division = weight._division
     with torch._C.DisableTorchFunctionSubclass():
         if func is functional.embedding:
-            return division.full_lookup(value, weight) if _calls else NotImplemented
-        if _calls:
+            return division.full_lookup(value, weight) if _full_values else NotImplemented
+        if _full_values:
             return division.full_linear(value, weight, bias, features=int(func is torch.addmm))
         if not division.is_above or func is not functional.linear:
             return NotImplemented
@@ -325,10 +333,10 @@ def _with_part(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_
 
 
 def _gathered_once(value: Tensor) -> Tensor:
-    """The full tensor of a parameter, kept until `calling` ends."""
+    """The full tensor of a parameter, kept until `running_model_code` ends."""
     if not isinstance(value, DividedTensor):
         return value
-    known, root = _calls[-1], _root(value)
+    known, root = _full_values[-1], _root(value)
     with torch._C.DisableTorchFunctionSubclass():
         if id(root) not in known:
             known[id(root)] = value._division.full(root)

@@ -92,7 +92,7 @@ class Division:
 
     def _boxes(self, held: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
         """Returns views of this rank's elements, each with its position in the full tensor."""
-        return iter(()) if self.local is None else self.local.places(held.detach())
+        return iter(()) if self.local is None else self.local.pieces_with_index(held.detach())
 
     def cut(self, full: Tensor, held: Tensor) -> Tensor:
         """Returns this rank's elements of a full tensor, in the shape of `held`."""

@@ -62,11 +62,11 @@ class BoundInstruction:
             further attribute but its unit.
         awaited: the ZeRO-1 flat parameters of the unit; only of computations.
         unit: the unit of the operator.
-        place: index of the unit, and name of the declared operator.
+        operator_key: index of the unit, and name of the declared operator.
         communicates: whether the instruction goes to a communication stream.
         run: the method for the compute stream; only of computations.
         prepare, lane: the method that issues, and its queue; only of communication.
-        keeps: whether a forward may save values for backward.
+        saves_for_backward: whether forward may save state; not where backward runs forward again.
         sizes: the keys of the values with the sizes of a transfer; the host reads them.
         weights: the gathered weights that the operator reads, as flat parameters and keys.
         returns: the gathered weights without a later reader, likewise.
@@ -81,7 +81,7 @@ class BoundInstruction:
             return
         self.adds_to = () if op.part is Part.F else often_adding.get((instruction.unit, op.name), ())
         self.unit = units[instruction.unit]
-        self.place = instruction.unit, op.forward_name
+        self.operator_key = instruction.unit, op.forward_name
         if instruction.gather >= 0:
             flat = self.unit.flat_parameters[op.forward_name]
             assert isinstance(flat, Zero1FlatParameter)
@@ -102,7 +102,7 @@ class BoundInstruction:
             assert isinstance(operator, Communication), f"{op.name} is issued, and computes"
             self.prepare: Callable[..., tuple[Tensors, TransferFn]] = operator.prepare
             self.lane = operator.lane(op.part)
-        self.keeps = not (op.recomputed and op.part is Part.F)
+        self.saves_for_backward = not (op.recomputed and op.part is Part.F)
         self.sends = op.sends or op.kind is Kind.DOWN
         flats = {name: self.unit.flat_parameters[name] for name in op.weights}
         self.weights = list(zip(flats.values(), instruction.weights, strict=True))
@@ -186,7 +186,7 @@ class Executor:
         program: Sequence[Instruction],
         microbatches: Sequence[MicroBatch],
         sources: Sources,
-        training: bool,
+        saves_for_backward: bool,
         reduce_gradients: ReduceGradients | None = None,
         at_barrier: Callable[[], object] | None = None,
         states: dict[int, MicroBatchState] | None = None,
@@ -197,7 +197,7 @@ class Executor:
             program: the instructions; the list must not change after its first run.
             microbatches: the micro-batches that the instructions number.
             sources: see `Sources`.
-            training: whether there will be a backward pass.
+            saves_for_backward: whether operators save state, for a later backward pass.
             reduce_gradients: see `ReduceGradients`; None for no reductions.
             at_barrier: called at every barrier, after a wait for everything issued before, even ahead of its time.
             states: the states that an earlier program has begun, by micro-batch; afterwards those that this program
@@ -225,7 +225,7 @@ class Executor:
                 microbatch = step.microbatch + later
                 state = states.get(microbatch)
                 if state is None:
-                    state = states[microbatch] = self.begin(microbatches[microbatch], sources, training)
+                    state = states[microbatch] = self.begin(microbatches[microbatch], sources, saves_for_backward)
                 if state.given:
                     self._add_given(step, state)
                 if step.adds_to and reduce_gradients is not None:
@@ -283,15 +283,17 @@ class Executor:
             entry = self._bound[id(program)] = program, bound
         return entry[1]
 
-    def begin(self, batch: MicroBatch, sources: Sources, training: bool) -> MicroBatchState:
+    def begin(self, batch: MicroBatch, sources: Sources, saves_for_backward: bool) -> MicroBatchState:
         """Returns the state of a micro-batch before its first operator.
 
         Args:
             batch: the micro-batch.
             sources: the values before the first operator.
-            training: whether dropout draws.
+            saves_for_backward: as of `run`.
         """
-        return MicroBatchState(batch.key, batch.prepare(), training, self.seed, self._precision, {**sources(batch)})
+        return MicroBatchState(
+            batch.key, batch.prepare(), saves_for_backward, self.seed, self._precision, {**sources(batch)}
+        )
 
     def peek(self, state: MicroBatchState, key: Key) -> Tensor:
         """Returns a value that no program frees, once the compute stream may read it."""
@@ -350,23 +352,23 @@ class Executor:
             for key in step.needs:
                 if key in events:
                     self._wait(events.pop(key))
-        call = state.calls.get(step.place) or state.call(*step.place, step.unit)
+        ctx = state.contexts.get(step.operator_key) or state.context_of(*step.operator_key, step.unit)
         # An operator that is recomputed in backward saves nothing in forward.
-        call.training = state.training and step.keeps
+        ctx.saves_for_backward = state.saves_for_backward and step.saves_for_backward
         run = step.method(values) if step.weights else step.run
         if step.adds:
-            call.partials = tuple([None if key is None else values[key] for key in step.adds])
+            ctx.partials = tuple([None if key is None else values[key] for key in step.adds])
         if trace is None:
-            outputs = run(call, *map(values.__getitem__, step.reads))
+            outputs = run(ctx, *map(values.__getitem__, step.reads))
         else:
-            label = self.label(state.key[1], step.place[0], op)
+            label = self.label(state.key[1], step.operator_key[0], op)
             trace.note("run", label)
             inputs = [values[key] for key in step.reads]
-            outputs = self.streams.compute(lambda: run(call, *inputs), label)
-        if call.partials:
-            for key, partial, output in zip(step.writes, call.partials, outputs, strict=False):
+            outputs = self.streams.compute(lambda: run(ctx, *inputs), label)
+        if ctx.partials:
+            for key, partial, output in zip(step.writes, ctx.partials, outputs, strict=False):
                 values[key] = output if partial is None else partial + output
-            call.partials = ()
+            ctx.partials = ()
         elif step.writes:
             values.update(zip(step.writes, outputs, strict=False))
 
@@ -382,10 +384,10 @@ class Executor:
         after = [events[key] for key in step.reads if key in events] if events else ()
         label = op.name
         if trace is not None:
-            label = self.label(state.key[1], step.place[0], op)
+            label = self.label(state.key[1], step.operator_key[0], op)
             trace.note("issue", label)
-        call = state.calls.get(step.place) or state.call(*step.place, step.unit)
-        outputs, work = step.prepare(call, op.part, *inputs)
+        ctx = state.contexts.get(step.operator_key) or state.context_of(*step.operator_key, step.unit)
+        outputs, work = step.prepare(ctx, op.part, *inputs)
         event = self.streams.issue(op.kind, work, after, label, step.lane)
         for key, output in zip(step.writes, outputs, strict=True):
             values[key] = output

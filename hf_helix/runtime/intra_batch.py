@@ -1,7 +1,8 @@
-"""The runtime of the intra-batch baseline (`hf_helix.planning.plan.baselines.intra_batch`): stages and units in tiles.
+"""The runtime of the intra-batch baseline (`hf_helix.planning.plan.baselines.intra_batch`): units in tiles.
 
-In:   the stage of a rank, and the number of tiles of a plan.
-Out:  a stage with the graphs of the plan. The same linears and collectives serve the tiles; new operators cut and join.
+In:   the units of a rank, and the number of tiles of a plan.
+Out:  the units with the graphs of the plan. The same linears and collectives serve the tiles; new operators cut
+      and join.
 Must hold: values and gradients are those of the untiled unit, rounding aside. An all-gather brings the ranks' parts in
 rank order, so the rows of tile t of a gathered value are the t-th part of every rank's shard. A shard with fewer rows
 than tiles leaves the last tiles empty; empty tiles are not communicated.
@@ -13,12 +14,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hf_helix.operators.base import Call, Communication, Computation, TensorOperator, Tensors, TransferFn
+from hf_helix.operators.base import Communication, Computation, OperatorContext, TensorOperator, Tensors, TransferFn
 from hf_helix.operators.communication.collectives import AllGather, ReduceScatter
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.plan.baselines.intra_batch import Site, sites, tile_layout, tile_pair
-from hf_helix.runtime.stage import Stage, shared_gradients
+from hf_helix.runtime.rank_units import RankUnits, shared_gradients
 
 
 def tile_unit(unit: Unit, tiles: int) -> Unit:
@@ -48,10 +49,10 @@ class Cut(Computation):
         self.blocks = blocks
         self.tiles = tiles
 
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+    def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         return cut_rows(inputs[0], self.blocks, self.tiles)
 
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+    def backward(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         return (join_rows(gradients, self.blocks),)
 
 
@@ -65,11 +66,11 @@ class Join(Computation):
         self.blocks = blocks
         self.tiles = tiles
 
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+    def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         num_values = len(inputs) // self.tiles
         return tuple(join_rows(inputs[place::num_values], self.blocks) for place in range(num_values))
 
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+    def backward(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         cut = (cut_rows(gradient, self.blocks, self.tiles) for gradient in gradients)
         return tuple(piece for tile in zip(*cut, strict=True) for piece in tile)
 
@@ -80,11 +81,11 @@ class TileTransfer(Communication):
     def __init__(self, collective: Communication) -> None:
         self.collective = collective
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
+    def prepare(self, ctx: OperatorContext, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         (value,) = inputs
         if value.shape[0] == 0:
             return (torch.empty_like(value),), lambda: None
-        return self.collective.prepare(call, part, value)
+        return self.collective.prepare(ctx, part, value)
 
 
 def cut_rows(value: Tensor, blocks: int, tiles: int) -> Tensors:
@@ -123,7 +124,11 @@ def _operators(unit: Unit, site: Site, tiles: int) -> dict[str, TensorOperator]:
     return operators
 
 
-def tile_stage(stage: Stage, tiles: int) -> Stage:
-    """Returns the stage with collectives and their linears cut into tiles."""
-    model = {index: tile_unit(unit, tiles) for index, unit in stage.model.items()}
-    return replace(stage, model=model, layout=replace(tile_layout(stage.layout, tiles), shared=shared_gradients(model)))
+def tile_units(rank_units: RankUnits, tiles: int) -> RankUnits:
+    """Returns the units with collectives and their linears cut into tiles."""
+    model = {index: tile_unit(unit, tiles) for index, unit in rank_units.all_units.items()}
+    return replace(
+        rank_units,
+        all_units=model,
+        layout=replace(tile_layout(rank_units.layout, tiles), shared=shared_gradients(model)),
+    )

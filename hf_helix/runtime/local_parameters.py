@@ -1,6 +1,6 @@
 """ZeRO in a whole model: the position of this rank's optimizer parameters in the full ones; the gathers of ZeRO-1.
 
-In:   the model of a stage, with its cuts and its flat parameters.
+In:   the units of a rank, with its cuts and its flat parameters.
 Out:  for every parameter that this rank steps: its name, and views of any tensor of its shape by their offset in the
       full parameter; the gathers of ZeRO-1 weights for a layout.
 Must hold: the pieces of all ranks fill the full parameter; replicas have the same pieces. Gathers are in the order in
@@ -22,7 +22,7 @@ from hf_helix.operators.zero.zero1 import Zero1FlatParameter, zero1_flat_paramet
 from hf_helix.planning.window.layout import Layout, WeightGather
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.gradients.buckets import max_elements
-from hf_helix.runtime.stage import Stage
+from hf_helix.runtime.rank_units import RankUnits
 
 Offset = tuple[int, ...]
 
@@ -104,7 +104,7 @@ class LocalParameter:
             start += last - first
         return {offset: piece for offset, piece in pieces.items() if piece.numel()}
 
-    def places(self, local: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+    def pieces_with_index(self, local: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
         """Yields the views of `pieces`, each with its index in the full tensor."""
         for offset, piece in self.pieces(local).items():
             yield piece, tuple(slice(at, at + length) for at, length in zip(offset, piece.shape, strict=True))
@@ -139,20 +139,20 @@ def boxes_of(elements: Tensor, start: int, shape: Sequence[int]) -> Iterator[tup
             yield (begin // row, *offset), box.unsqueeze(0)
 
 
-def local_parameters(model: nn.Module, stage: Stage, mesh: Mesh) -> dict[nn.Parameter, LocalParameter]:
+def local_parameters(model: nn.Module, rank_units: RankUnits, mesh: Mesh) -> dict[nn.Parameter, LocalParameter]:
     """Returns this rank's optimizer parameters: parameters, or shards of them; those of other pipeline ranks are left
     out.
 
     Args:
         model: the cut model.
-        stage: its units on this rank.
+        rank_units: its units on this rank.
         mesh: the layout of the ranks.
     """
-    placements, owners, shards = stage.all_placements, stage.owners, stage.shards
-    sharded = {parameter: flat for flat in stage.flat_parameters for parameter in flat.placements}
+    placements, owners, shards = rank_units.all_placements, rank_units.owners, rank_units.shards
+    sharded = {parameter: flat for flat in rank_units.flat_parameters for parameter in flat.placements}
     result = {}
     for name, parameter in model.named_parameters():
-        if owners.get(parameter) != stage.rank:
+        if owners.get(parameter) != rank_units.rank:
             continue
         placement, shard = placements[parameter], None
         if parameter in sharded:

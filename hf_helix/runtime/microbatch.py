@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_helix.operators.base import Call, Precision
+from hf_helix.operators.base import OperatorContext, Precision
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.window.layout import Key
 from hf_helix.runtime.streams import Event
@@ -20,7 +20,7 @@ from hf_helix.runtime.streams import Event
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A slice of the batch.
+    """A part of the batch.
 
     Attributes:
         prepare: makes the tensors without gradient, by name (ids, targets, masks, positions).
@@ -53,29 +53,29 @@ class MicroBatchState:
     """The state of a micro-batch, from its first operator to its last.
 
     Attributes:
-        key, training, seed, precision: as of `MicroBatch` and `Executor`.
+        key, saves_for_backward, seed, precision: as of `MicroBatch` and `Executor`.
         side: the tensors without gradient, by name.
         values: outputs of operators that nothing has freed.
         events: by values that nothing has waited for, their communication.
         ahead: values from operators that are issued ahead.
-        calls: the state that operators save.
+        contexts: the state that operators save.
         shared: the state that operators share.
         given: gradients from outside, which are added to those of the program where an operator first reads them.
     """
 
     key: tuple[int, int]
     side: Mapping[str, Any]
-    training: bool
+    saves_for_backward: bool
     seed: int
     precision: Precision
     values: dict[Key, Any] = field(default_factory=dict)
     events: dict[Key, Event] = field(default_factory=dict)
     ahead: set[Key] = field(default_factory=set)
-    calls: dict[tuple[int, str], Call] = field(default_factory=dict)
+    contexts: dict[tuple[int, str], OperatorContext] = field(default_factory=dict)
     shared: dict[object, Any] = field(default_factory=dict)
     given: dict[Key, Tensor] = field(default_factory=dict)
 
-    def call(self, index: int, operator: str, unit: Unit) -> Call:
+    def context_of(self, index: int, operator: str, unit: Unit) -> OperatorContext:
         """Returns the state of an operator of a unit for this micro-batch.
 
         Args:
@@ -83,12 +83,12 @@ class MicroBatchState:
             operator: the name of the declared operator.
             unit: the unit.
         """
-        call = self.calls.get((index, operator))
-        if call is None:
+        ctx = self.contexts.get((index, operator))
+        if ctx is None:
             seed = derive_seed(self.seed, *self.key, unit.label, operator)
-            call = Call(self.side, seed, self.training, self.precision, shared=self.shared)
-            self.calls[index, operator] = call
-        return call
+            ctx = OperatorContext(self.side, seed, self.saves_for_backward, self.precision, shared=self.shared)
+            self.contexts[index, operator] = ctx
+        return ctx
 
 
 def derive_seed(*parts: object) -> int:

@@ -1,6 +1,6 @@
 """The runner: takes a window of micro-batches through a schedule.
 
-In:   the rank's stage, a plan, and the micro-batches of a window.
+In:   the rank's units, a plan, and the micro-batches of a window.
 Out:  their losses, on every rank, and complete gradients in `parameter.grad`.
 Must hold: gradients add up in the order of the micro-batches; a window may have any number of micro-batches of any
 shapes; all ranks of a pipeline run the same window.
@@ -30,9 +30,9 @@ from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.executor import Executor, Sources, no_sources
 from hf_helix.runtime.gradients.buckets import gradient_buckets
 from hf_helix.runtime.gradients.reduce import GradientReducer
-from hf_helix.runtime.intra_batch import tile_stage
+from hf_helix.runtime.intra_batch import tile_units
 from hf_helix.runtime.microbatch import MicroBatch
-from hf_helix.runtime.stage import Stage
+from hf_helix.runtime.rank_units import RankUnits
 from hf_helix.runtime.streams import Streams
 
 
@@ -40,20 +40,20 @@ class Runner:
     """Runs windows on one rank.
 
     Args:
-        stage: the units of this rank.
+        rank_units: the units of this rank.
         plan: the order in which operators are issued.
         scheduler: makes the schedule of a window from its number of micro-batches.
         seed: of the run; each operator's randomness derives from the seed and the operator's position.
         autocast_dtype: the type of matrix products under autocast, such as `torch.bfloat16`; None for no autocast.
 
     Attributes:
-        layout: the units of all ranks, with the graphs of the plan (those of `stage`, but for tiled plans).
+        layout: the units of all ranks, with the graphs of the plan (those of `rank_units`, but for tiled plans).
         buckets: the gradients that are reduced together.
     """
 
     def __init__(
         self,
-        stage: Stage,
+        rank_units: RankUnits,
         plan: Plan,
         mesh: Mesh,
         streams: Streams,
@@ -61,27 +61,28 @@ class Runner:
         seed: int,
         autocast_dtype: torch.dtype | None = None,
     ) -> None:
-        self.stage = stage
+        self.rank_units = rank_units
         self.plan = plan
         self.mesh = mesh
         self.scheduler = scheduler
-        issued = tile_stage(stage, plan.tiles) if isinstance(plan, IntraBatchPlan) else stage
+        issued = tile_units(rank_units, plan.tiles) if isinstance(plan, IntraBatchPlan) else rank_units
         self.layout = issued.layout
         self.seed = seed
-        self.precision = Precision(mesh.device.type, autocast_dtype, CastWeights(casts_of(stage.flat_parameters)))
+        self.precision = Precision(mesh.device.type, autocast_dtype, CastWeights(casts_of(rank_units.flat_parameters)))
         # Ranks hold different heads, tokens or batches, so they draw different numbers.
         self.executor = Executor(
             issued.units, streams, seed * world_size() + rank(), self.precision, issued.layout.often_adding
         )
         self._programs: dict[object, Program] = {}
-        head = self.stage.head
-        (loss,) = self.layout.graphs[self.layout.units[head]].forward.outputs
-        self._loss: Key = (head, loss)
-        self._loss_gradient: Key = (head, f"d.{loss}")
-        self._shape = self.stage.model[head].loss_shape
-        self._logits: Key = (stage.slice, self.stage.model[head].logits or "")
+        head = self.rank_units.head
+        (output,) = self.layout.graphs[self.layout.units[head]].forward.outputs  # the loss, or the decoder's output
+        self._output: Key = (head, output)
+        self._output_gradient: Key = (head, f"d.{output}")
+        self._loss_shape = self.rank_units.all_units[head].loss_shape
+        self._ends_at_decoder = self.rank_units.all_units[head].ends_at_decoder
+        self._logits: Key = (rank_units.slice, self.rank_units.all_units[head].logits or "")
         self._last = self.layout.rank_of(head)
-        graphs = {unit: self.layout.graph(unit, True) for unit in stage.units if not self.layout.transfers(unit)}
+        graphs = {unit: self.layout.graph(unit, True) for unit in rank_units.units if not self.layout.transfers(unit)}
         self._absent: dict[Key, Tensor | None] = {
             self.layout.key(unit, f"d.{value}", forward=False): None
             for unit, graph in graphs.items()
@@ -92,7 +93,7 @@ class Runner:
     def with_plan(self, plan: Plan, scheduler: Scheduler | None = None) -> Runner:
         """Returns a runner of the same parameters and streams, with another plan (and other schedules)."""
         scheduler, streams = scheduler or self.scheduler, self.executor.streams
-        return Runner(self.stage, plan, self.mesh, streams, scheduler, self.seed, self.precision.autocast_dtype)
+        return Runner(self.rank_units, plan, self.mesh, streams, scheduler, self.seed, self.precision.autocast_dtype)
 
     @plain_parameters()
     def train_window(self, microbatches: Sequence[MicroBatch], complete: bool = True) -> list[Tensor]:
@@ -105,14 +106,16 @@ class Runner:
         """
         program = self.program(len(microbatches))
         reduction = self.reduction(len(microbatches) - 1) if complete else None
-        self.stage.mark_weights_stale()  # an optimizer may have stepped
-        kept = self.executor.run(program, microbatches, self.sources(), training=True, reduce_gradients=reduction)
-        self.stage.mark_weights_stale()  # a step follows, or a measured window moved nothing
+        self.rank_units.mark_weights_stale()  # an optimizer may have stepped
+        kept = self.executor.run(
+            program, microbatches, self.sources(), saves_for_backward=True, reduce_gradients=reduction
+        )
+        self.rank_units.mark_weights_stale()  # a step follows, or a measured window moved nothing
         if reduction:
             reduction.finish()
-        if self._shape is None:
+        if self._ends_at_decoder:
             return []
-        losses = [values[self._loss] for _, values in sorted(kept.items()) if self._loss in values]
+        losses = [values[self._output] for _, values in sorted(kept.items()) if self._output in values]
         return list(self._everywhere(losses, len(microbatches)))
 
     def reduction(self, last: int | None = None) -> GradientReducer:
@@ -134,15 +137,15 @@ class Runner:
         program's. Then no bucket is a reduction of the layout, and all are reduced at the end.
         """
         self._trained_before = self._trained()
-        self.buckets = gradient_buckets(self.stage.units, self.mesh)
+        self.buckets = gradient_buckets(self.rank_units.units, self.mesh)
         planned = [number for number, bucket in enumerate(self.buckets) if bucket.is_planned]
-        known = self.stage.layout.reductions_of(self.stage.rank)
-        expected = [self.stage.layout.reductions[number].adders for number in known]
+        known = self.rank_units.layout.reductions_of(self.rank_units.rank)
+        expected = [self.rank_units.layout.reductions[number].adders for number in known]
         is_same = expected == [self.buckets[number].adders for number in planned]
         self._numbers = dict(zip(known, planned, strict=True)) if is_same else {}
 
     def _trained(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self.stage.placements]
+        return [parameter.requires_grad for parameter in self.rank_units.placements]
 
     @plain_parameters()
     def evaluate(self, microbatches: Sequence[MicroBatch], keep_logits: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -155,9 +158,9 @@ class Runner:
         Returns:
             The loss on every rank, and the logits of all rows [sequence, batch, vocabulary slice].
         """
-        keys = (self._loss, self._logits) if keep_logits else (self._loss,)
+        keys = (self._output, self._logits) if keep_logits else (self._output,)
         found = self.run_forward(microbatches, keys)
-        loss = self._everywhere(found[self._loss], len(microbatches)).sum(0)
+        loss = self._everywhere(found[self._output], len(microbatches)).sum(0)
         if not keep_logits:
             return loss, None
         joined = torch.cat(found[self._logits], 1) if found[self._logits] else None
@@ -169,7 +172,7 @@ class Runner:
         case = len(microbatches), keys
         if case not in self._programs:
             self._programs[case] = self.build_program(self.forward_schedule(len(microbatches)), keys)
-        kept = self.executor.run(self._programs[case], microbatches, no_sources, training=False)
+        kept = self.executor.run(self._programs[case], microbatches, no_sources, saves_for_backward=False)
         of_all = [values for _, values in sorted(kept.items())]
         return {key: [values[key] for values in of_all if key in values] for key in keys}
 
@@ -182,17 +185,17 @@ class Runner:
     def sources(self) -> Sources:
         """Returns the values that micro-batches of a window start with: the gradient of the loss; 0 for the decoder's
         output where a caller computes the loss."""
-        if self._shape is None:
+        if self._ends_at_decoder:
             return self._without_loss
-        gradient = torch.zeros(self._shape, device=self.mesh.device)
+        gradient = torch.zeros(self._loss_shape, device=self.mesh.device)
         gradient.view(-1)[:1] = 1.0  # figures after the loss have none
-        of_all: dict[Key, Tensor | None] = {self._loss_gradient: gradient}
+        of_all: dict[Key, Tensor | None] = {self._output_gradient: gradient}
         return lambda _: of_all
 
     def _without_loss(self, batch: MicroBatch) -> dict[Key, Tensor | None]:
         if batch.output is None:
             return self._absent
-        return {**self._absent, self._loss_gradient: torch.zeros_like(batch.output, device=self.mesh.device)}
+        return {**self._absent, self._output_gradient: torch.zeros_like(batch.output, device=self.mesh.device)}
 
     def absent_gradients(self, batch: MicroBatch) -> dict[Key, Tensor | None]:
         """Returns None for every gradient that a caller of the decoder may give."""
@@ -201,20 +204,22 @@ class Runner:
     def program(self, num_microbatches: int) -> Program:
         """Returns this rank's program for a window of a number of micro-batches."""
         if num_microbatches not in self._programs:
-            program = self.build_program(self.scheduler(num_microbatches), (self._loss,))
-            validate_program(program.once, [self._loss_gradient], self.layout, program.slots)
+            program = self.build_program(self.scheduler(num_microbatches), (self._output,))
+            validate_program(program.once, [self._output_gradient], self.layout, program.slots)
             self._programs[num_microbatches] = program
         return self._programs[num_microbatches]
 
     def build_program(self, schedule: Schedule, keep: Collection[Key]) -> Program:
         """Returns this rank's program for a schedule, see `planning.window.program.build_program`."""
         ahead = self.executor.streams.slots_ahead
-        return build_program(schedule, self.layout, self.plan, self.stage.rank, keep, ahead)
+        return build_program(schedule, self.layout, self.plan, self.rank_units.rank, keep, ahead)
 
     def _everywhere(self, losses: Sequence[Tensor], count: int) -> Tensor:
         """Returns the losses of all tokens on every rank, from the ranks with the head."""
-        assert self._shape is not None
-        result = torch.stack(list(losses)) if losses else torch.zeros((count, *self._shape), device=self.mesh.device)
+        assert not self._ends_at_decoder
+        result = (
+            torch.stack(list(losses)) if losses else torch.zeros((count, *self._loss_shape), device=self.mesh.device)
+        )
         result = self.share(result, kind=(result.shape, result.dtype))
         group = self.mesh.cp.group
         if group is not None:
@@ -247,5 +252,5 @@ class Runner:
 
 def forget_gradients(runner: Runner) -> None:
     """Leaves the parameters without gradients, as between two optimizer steps."""
-    for parameter in (*runner.stage.placements, *runner.stage.stepped):
+    for parameter in (*runner.rank_units.placements, *runner.rank_units.stepped):
         parameter.grad = None

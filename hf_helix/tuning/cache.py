@@ -32,7 +32,7 @@ from hf_helix.planning.text import format_json
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.timing.profile_file import load_profile, profile_json
 from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.tuning.verdict import TuningResult
+from hf_helix.tuning.result_text import TuningResult
 
 CACHE_VARIABLE = "HELIX_CACHE"
 FORMAT = "hf_helix.tuning/1"

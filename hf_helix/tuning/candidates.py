@@ -36,7 +36,7 @@ def plan_runners(
     profile: Profile,
     num_microbatches: int,
     progress: StageProgress | None = None,
-    searching: float = 1.0,
+    search_share: float = 1.0,
 ) -> dict[str, Runner]:
     """Returns, by rule, a runner with the plan of the rule. Collective.
 
@@ -46,7 +46,7 @@ def plan_runners(
         profile: the operator times.
         num_microbatches: the number of micro-batches of the window.
         progress: called while plans are made.
-        searching: the length of a search, see `make_plan`.
+        search_share: the length of a search, see `make_plan`.
     """
     plans = make_plans(
         rules,
@@ -55,14 +55,14 @@ def plan_runners(
         mesh=runner.plan.mesh,
         schedule=runner.scheduler(num_microbatches),
         progress=progress,
-        searching=searching,
+        search_share=search_share,
     )
     return {rule: runner.with_plan(plan) for rule, plan in plans.items()}
 
 
 def baseline_runner(runner: Runner, num_microbatches: int) -> Runner:
     """Returns a runner with the plan `sequential`, which needs no measurement. Collective."""
-    return plan_runners(runner, [BASELINE], rough_profile(runner.stage.layout), num_microbatches)[BASELINE]
+    return plan_runners(runner, [BASELINE], rough_profile(runner.rank_units.layout), num_microbatches)[BASELINE]
 
 
 def make_plans(
@@ -73,7 +73,7 @@ def make_plans(
     mesh: Mapping[str, int],
     schedule: Schedule | None = None,
     progress: StageProgress | None = None,
-    searching: float = 1.0,
+    search_share: float = 1.0,
 ) -> dict[str, Plan]:
     """Returns the plan of each rule, or raises the error: rank 0 makes plans, every rank receives them. Collective."""
 
@@ -84,7 +84,7 @@ def make_plans(
             if tell is not None:
                 tell(0.0)
             plan = make_plan(
-                rule, profile, model=model, mesh=mesh, schedule=schedule, progress=tell, searching=searching
+                rule, profile, model=model, mesh=mesh, schedule=schedule, progress=tell, search_share=search_share
             )
             texts[rule] = plan.to_json()
         return texts

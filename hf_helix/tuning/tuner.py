@@ -48,7 +48,7 @@ from hf_helix.tuning import cache
 from hf_helix.tuning.budget import BASELINE, CANDIDATES, FULL, QUICK, StepTimer, Tier, affordable, tuning_cost
 from hf_helix.tuning.cache import file_digest
 from hf_helix.tuning.candidates import baseline_runner, make_plans, plan_runners, predict_window
-from hf_helix.tuning.verdict import TuningResult, contention_of, format_tuning, format_verdict
+from hf_helix.tuning.result_text import TuningResult, contention_of, format_summary, format_tuning
 
 CLOSE = 1.05  # times that differ by less than this may have changed places
 MEASURED = {AUTO: CANDIDATES} | {rule: (rule,) for rule in NEED_PROFILE}
@@ -91,7 +91,7 @@ def tune(
     }
     predicted = {name: predict_window(candidate, profile, len(window)) for name, candidate in runners.items()}
     baseline = _label(BASELINE, schedulers[0], schedulers)
-    shortlist = sorted(predicted, key=lambda name: (name != baseline, predicted[name]))[: tier.timed + 1]
+    shortlist = _never_slower_than(baseline, predicted, tier.timed)
     timed = {name: candidate for name, candidate in runners.items() if name in shortlist}
     overlaps = measure_overlap(timed, window, tier.repeats, stage_progress(progress, "timing plans"), graphs)
     overlaps = _time_close_again(overlaps, timed, window, tier.repeats, graphs)
@@ -108,6 +108,12 @@ def tune(
         tier=tier.name,
     )
     return runners[chosen], result
+
+
+def _never_slower_than(baseline: str, predicted: Mapping[str, float], num_others: int) -> list[str]:
+    """Returns the candidates to time, by the shortest predictions. The baseline (`sequential`), if a candidate, is
+    always among them, and the fastest step wins: the chosen plan is never slower than the baseline, beyond noise."""
+    return sorted(predicted, key=lambda name: (name != baseline, predicted[name]))[: num_others + 1]
 
 
 def _time_close_again(
@@ -133,7 +139,7 @@ def _gradient_bytes(runner: Runner) -> int:
         parameter.nbytes
         if placement.dim is None
         else parameter.nbytes // max(1, parameter.shape[placement.dim]) * placement.length
-        for parameter, placement in runner.stage.placements.items()
+        for parameter, placement in runner.rank_units.placements.items()
         if parameter.requires_grad
     )
 
@@ -254,7 +260,7 @@ class Tuner:
 
     def _within_memory(self, runner: Runner) -> Runner:
         """The runner of the first step, whose schedule keeps to the memory that there is. Collective."""
-        profile = self._given_profile(runner.stage.layout)
+        profile = self._given_profile(runner.rank_units.layout)
         limit = self._memory_limit(profile, runner)
         if limit is None:
             return runner
@@ -286,7 +292,7 @@ class Tuner:
             "plan": self.config.plan,
             "profile": file_digest(self.config.profile),
             "schedule": self.config.schedule,
-            "stages": runner.stage.layout.describe(),
+            "stages": runner.rank_units.layout.describe(),
             "memory_gb": str(self.config.memory_gb),
             "compile": str(self.config.compile),
             "cuda_graphs": str(self._graphs is not None),
@@ -297,7 +303,7 @@ class Tuner:
         """An estimate of the seconds of a tuning whose timed window takes `window_seconds`."""
         return tuning_cost(
             tier,
-            runner.stage.layout,
+            runner.rank_units.layout,
             window_seconds,
             len(runner.program(len(timed.microbatches))),
             schedules=len(schedule_names(self.config.schedule, self.config.pp_size)),
@@ -328,7 +334,7 @@ class Tuner:
                     timed.microbatches,
                     tier,
                     about=timed.about,
-                    profile=self._given_profile(runner.stage.layout),
+                    profile=self._given_profile(runner.rank_units.layout),
                     schedules=lambda profile: candidates(
                         self.config.schedule, profile, timed.num_microbatches, self._memory_limit(profile, runner)
                     ),
@@ -351,7 +357,7 @@ class Tuner:
             return runner
         result, text = cached
         try:
-            plan = parse_plan(text, runner.stage.layout.graphs, model=self._model, mesh=self._mesh)
+            plan = parse_plan(text, runner.rank_units.layout.graphs, model=self._model, mesh=self._mesh)
         except ValueError:
             return runner  # a plan of an older version, refused on every rank
         costs = stage_costs(result.profile) if result.profile is not None else None
@@ -369,9 +375,9 @@ class Tuner:
 
     @staticmethod
     def _in_words(result: TuningResult, runner: Runner, timed: _TimedWindow) -> TuningResult:
-        """The result with its verdict and report."""
-        verdict = format_verdict(result, contention_of(runner.mesh))
-        return dataclasses.replace(result, verdict=verdict, report=format_tuning(result, timed.share))
+        """The result with its summary and report."""
+        summary = format_summary(result, contention_of(runner.mesh))
+        return dataclasses.replace(result, summary=summary, report=format_tuning(result, timed.share))
 
     def _say_untuned(self, runner: Runner, timed: _TimedWindow, seconds_left: float) -> None:
         """Says once that `auto` measures nothing, with the reason."""

@@ -138,7 +138,7 @@ def _window(trainer: Any, runner: Runner, batches: dict[str, Any], whole: bool) 
     """
     window = window_of(trainer, **batches)
     losses = [loss.item() for loss in runner.train_window(window)]
-    counted = [m.read(trainer.helix.mesh.device) for unit in runner.stage.model.values() for m in unit.meters]
+    counted = [m.read(trainer.helix.mesh.device) for unit in runner.rank_units.all_units.values() for m in unit.meters]
     meters = [figures.nan_to_num(-1.0).tolist() for figures in counted]  # nan: of logits that nobody records
     evaluated = runner.evaluate(window[:1])[0].item() if isinstance(runner.plan, IntraBatchPlan) else None
     parts = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}

@@ -17,9 +17,9 @@ from hf_helix.models.derived import DerivedFamily
 from hf_helix.models.family import Family
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
+from hf_helix.operators.autograd_operator import Add
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.param_shard import Placement
-from hf_helix.operators.segment import Add
 from hf_helix.operators.unit import Unit
 
 DECLARED = ("gpt2", "llama", "phimoe")

@@ -19,9 +19,9 @@ from hf_helix.planning.window.window import COMPUTE, NONE, STREAMS, Times, Windo
 def slot_instructions(slot: Slot, layout: Layout) -> list[Instruction]:
     """The instructions of a slot, in the order of its passes."""
     found = []
-    for place, action in slot_passes(slot, layout):
+    for unit_pass, action in slot_passes(slot, layout):
         parts = PARTS_OF[action.computation_type]
-        made = pass_instructions(layout, place, action.computation_type == "F")
+        made = pass_instructions(layout, unit_pass)
         found += [each for each in made if each.operator and each.operator.part in parts]
     return found
 
@@ -61,11 +61,11 @@ def arrays_of(program: Sequence[Instruction], layout: Layout, times: Times) -> W
                 arriving.setdefault(unit, []).append(place)
         elif op.kind is Kind.COMPUTE:
             needs += arriving.pop(instruction.unit, [])
-        place_of_call = (microbatch, instruction.unit, op.forward_name)
+        operator_key = (microbatch, instruction.unit, op.forward_name)
         if op.part is Part.F:
-            forwards[place_of_call] = place
-        elif place_of_call in forwards and op.kind is not Kind.PIPELINE:
-            needs.append(forwards[place_of_call])  # what forward kept for backward
+            forwards[operator_key] = place
+        elif operator_key in forwards and op.kind is not Kind.PIPELINE:
+            needs.append(forwards[operator_key])  # what forward kept for backward
         for key in instruction.writes:
             writers[microbatch, key] = place
         if op.kind in (Kind.INTRA_NODE, Kind.INTER_NODE) and not op.ahead:

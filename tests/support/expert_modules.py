@@ -81,7 +81,7 @@ def unit_of_experts(module: Any, sharing: ParallelContext, name: str = "experts"
     """Experts alone: their tokens and weights enter, and side input `chosen` has the choices."""
     b = Builder("layer", "layers.0", sharing)
     x, weights = b.input("x"), b.input("weights")
-    (chosen,) = b.segment_outputs(
+    (chosen,) = b.autograd_outputs(
         "choose", lambda chosen: (chosen,), (), side=("chosen",), non_differentiable=("picked",)
     )
     return b.build(declare_experts(b, x, weights, chosen, module, name=name))

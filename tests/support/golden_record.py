@@ -81,7 +81,7 @@ def layout_of(case: Case) -> Layout:
     model = tiny(**case.model)
     base = base_of(model)
     modes = modes_of(list(family_of(base).layers(base)), None, config)
-    return declare(model, config, mesh, modes).stage.layout
+    return declare(model, config, mesh, modes).rank_units.layout
 
 
 def row_record(case: Case, windows: Sequence[tuple[str, int]]) -> Record:

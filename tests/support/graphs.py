@@ -34,7 +34,7 @@ def linear(name: str, reads: str, writes: str = "", **options: object) -> Operat
     return compute(name, reads, writes, splits_dgrad_wgrad=True, **options)
 
 
-def segment(name: str, reads: str, writes: str = "", **options: object) -> Operator:
+def autograd(name: str, reads: str, writes: str = "", **options: object) -> Operator:
     """What runs under autograd, and what selective recompute runs again."""
     return compute(name, reads, writes, has_saved_state=True, recompute_when_selective=True, **options)
 
@@ -52,17 +52,17 @@ def pair(name: str, *operators: Operator, inputs: str = "x", outputs: str = "", 
 def llama_layer() -> Graph:
     """A Llama layer under tensor and sequence parallelism: the 14 operators of paper section 4.2."""
     operators = (
-        segment("attn.norm", "x"),
+        autograd("attn.norm", "x"),
         collective("attn.gather", "attn.norm", recompute_when_selective=True),
         linear("attn.qkv", "attn.gather", "attn.qkv.q attn.qkv.k attn.qkv.v"),
-        segment("attention", "attn.qkv.q attn.qkv.k attn.qkv.v"),
+        autograd("attention", "attn.qkv.q attn.qkv.k attn.qkv.v"),
         linear("attn.out", "attention"),
         collective("attn.scatter", "attn.out"),
         compute("attn.add", "x attn.scatter"),
-        segment("mlp.norm", "attn.add"),
+        autograd("mlp.norm", "attn.add"),
         collective("mlp.gather", "mlp.norm", recompute_when_selective=True),
         linear("mlp.up", "mlp.gather", "mlp.up.gate mlp.up.up"),
-        segment("mlp.act", "mlp.up.gate mlp.up.up"),
+        autograd("mlp.act", "mlp.up.gate mlp.up.up"),
         linear("mlp.down", "mlp.act"),
         collective("mlp.scatter", "mlp.down"),
         compute("mlp.add", "attn.add mlp.scatter"),
@@ -106,7 +106,7 @@ LLAMA = {"embedding": EMBEDDING, "layer": GraphPair.of(llama_layer()), "head": H
 
 SMALL_LAYER = pair(
     "layer",
-    segment("norm", "x"),
+    autograd("norm", "x"),
     collective("gather", "norm", recompute_when_selective=True, relative_cost=4),
     linear("up", "gather", relative_cost=4),
     linear("down", "up", relative_cost=4),
@@ -196,17 +196,17 @@ def operators_of(program: Iterable[Instruction]) -> list[Instruction]:
     return [instruction for instruction in program if instruction.operator is not None]
 
 
-Place = tuple[int, int, bool, str]
+PassOperator = tuple[int, int, bool, str]
 """Micro-batch, unit, whether forward, operator."""
 
 
-def by_place(program: Iterable[Instruction]) -> dict[Place, Instruction]:
+def by_operator(program: Iterable[Instruction]) -> dict[PassOperator, Instruction]:
     """Every instruction by what it runs; nothing runs twice."""
-    result: dict[Place, Instruction] = {}
+    result: dict[PassOperator, Instruction] = {}
     for i in program:
-        place = i.microbatch, i.unit, i.operator.part is Part.F, i.operator.name
-        assert place not in result, place
-        result[place] = i
+        key = i.microbatch, i.unit, i.operator.part is Part.F, i.operator.name
+        assert key not in result, key
+        result[key] = i
     return result
 
 
@@ -216,7 +216,7 @@ def check_whole_and_in_order(program: Sequence[Instruction], made: Sequence[Inst
     Independent of `validate_program`, and of what flows and works note as needs.
     """
     assert len(program) == len(made)
-    assert by_place(program) == by_place(made)
+    assert by_operator(program) == by_operator(made)
     written_somewhere = {(i.microbatch, key) for i in made for key in i.writes}
     written: set[tuple[int, tuple[int, str]]] = set()
     latest: dict[tuple[int, str, bool], int] = {}

@@ -227,5 +227,5 @@ def follow(folder: str, kind: str, helix: dict[str, Any] | None, **options: Any)
 
 def layers(folder: str, kind: str, helix: dict[str, Any]) -> int:
     """Returns the number of layers of this rank."""
-    stage = trainer_of(folder, kind, helix).helix.runner.stage
-    return sum(unit.graphs.forward.repeats for unit in stage.units.values())
+    rank_units = trainer_of(folder, kind, helix).helix.runner.rank_units
+    return sum(unit.graphs.forward.repeats for unit in rank_units.units.values())

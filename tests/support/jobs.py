@@ -75,7 +75,7 @@ def save_plan(folder: str, helix: dict[str, Any], path: str) -> str:
     """Write the plan of a run to a file (rank 0) and return its text. The searched one goes by rough efforts."""
     trainer = make_trainer(folder, helix)
     if helix.get("plan") in ("search", "dhelix"):
-        made, profile = trainer.plan, rough_profile(trainer.helix.runner.stage.layout)
+        made, profile = trainer.plan, rough_profile(trainer.helix.runner.rank_units.layout)
         plan = make_plan(helix["plan"], profile, model=made.model, mesh=made.mesh)
         trainer.helix.runner = trainer.helix.runner.with_plan(plan)
     if trainer.is_world_process_zero():

@@ -20,7 +20,7 @@ class WithoutSum(Llama):
     """Does not say that a norm works on a part of the sequence."""
 
     def attention(self, b: Any, layer: Any, x: str) -> str:
-        h = b.all_gather("attn.gather", b.segment("attn.norm", layer.input_layernorm, x))
+        h = b.all_gather("attn.gather", b.autograd("attn.norm", layer.input_layernorm, x))
         h = b.reduce_scatter("attn.scatter", self.self_attention(b, layer.self_attn, h))
         return b.add("attn.add", x, h)
 
@@ -38,7 +38,7 @@ class Failing(Llama):
                 raise RuntimeError("the operator fails here")
             return h.clone()
 
-        return b.segment("fails", fail, super().mlp(b, layer, x))
+        return b.autograd("fails", fail, super().mlp(b, layer, x))
 
 
 register_model(Forgetful())

@@ -137,7 +137,7 @@ def events_of_window(
 
 def runner_of(trainer: Any, rule: str, schedule: str) -> Runner:
     """The trainer's runner under another plan and schedule; `auto` is searched with rough times."""
-    profile = rough_profile(trainer.helix.runner.stage.layout)
+    profile = rough_profile(trainer.helix.runner.rank_units.layout)
     plan = make_plan(rule, profile, model=trainer.plan.model, mesh=trainer.plan.mesh)
     costs = stage_costs(profile) if schedule == "auto" else None
     return trainer.helix.runner.with_plan(plan, Scheduler(schedule, trainer.helix.mesh.pipe.size, costs))
@@ -157,9 +157,9 @@ def window_of(trainer: Any, count: int, rows: int, lengths: Sequence[int], kind:
 @plain_parameters()
 def whole_gradients(trainer: Any) -> dict[str, Any]:
     """Of what is trained anywhere, by name, in fp32; None on ranks other than the first that shares the batch."""
-    stage = trainer.helix.runner.stage
-    owners = stage.owners
-    placements = {p: placement for unit in stage.model.values() for p, placement in unit.placements.items()}
+    rank_units = trainer.helix.runner.rank_units
+    owners = rank_units.owners
+    placements = {p: placement for unit in rank_units.all_units.values() for p, placement in unit.placements.items()}
     mine = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
     trained = set().union(*all_gather_object(mine))
     result = {}
@@ -181,8 +181,8 @@ def trainer_of(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> Hel
 def steps_of(runner: Runner, events: Iterable[tuple[str, str]]) -> list[Step]:
     """The computations of a trace in the order in which they ran."""
     layout = runner.layout
-    stages = {unit: stage for stage, chunk in layout.chunks.items() for unit in chunk}
-    units = {unit.label: index for index, unit in runner.stage.units.items()}
+    stages = {unit: rank_units for rank_units, chunk in layout.chunks.items() for unit in chunk}
+    units = {unit.label: index for index, unit in runner.rank_units.units.items()}
     result = []
     for verb, label in events:
         if verb != "run":

@@ -36,9 +36,9 @@ def buckets_of(size: int) -> Iterator[None]:
 def with_buckets(runner: Runner, size: int) -> Runner:
     """The runner with buckets of another size."""
     with buckets_of(size):
-        layout = buckets.layout_with_reductions(runner.stage.layout, runner.stage.model, runner.mesh)
-        stage, streams = replace(runner.stage, layout=layout), runner.executor.streams
-        return Runner(stage, runner.plan, runner.mesh, streams, runner.scheduler, runner.seed)
+        layout = buckets.layout_with_reductions(runner.rank_units.layout, runner.rank_units.all_units, runner.mesh)
+        rank_units, streams = replace(runner.rank_units, layout=layout), runner.executor.streams
+        return Runner(rank_units, runner.plan, runner.mesh, streams, runner.scheduler, runner.seed)
 
 
 def train(folder: str, helix: dict[str, Any] | None, bucket_bytes: int = 0, **options: Any) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def run(folder: str, helix: dict[str, Any] | None, resume: Any = None, **options
         evaluated = trainer.evaluate()["eval_loss"]
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     best = trainer.state.best_model_checkpoint
-    stepped = trainer.model.parameters() if helix is None else trainer.helix.runner.stage.stepped
+    stepped = trainer.model.parameters() if helix is None else trainer.helix.runner.rank_units.stepped
     with plain_parameters():
         weights = [digest(parameter) for parameter in stepped]
     return {

@@ -61,7 +61,7 @@ def layout_of_training(model: Any, bf16: bool = False, **helix: Any) -> Layout:
         if not config.zero_stage:
             mesh = replace(mesh, replica_axes=alone.replica_axes, expert_replica_axes=alone.replica_axes)
     modes = ["none"] * model.config.num_hidden_layers
-    return declare(model, config, mesh, modes, autocast_dtype=torch.bfloat16 if bf16 else None).stage.layout
+    return declare(model, config, mesh, modes, autocast_dtype=torch.bfloat16 if bf16 else None).rank_units.layout
 
 
 def cluster_with(nodes: int = 1, devices_per_node: int = 8, **keys: Any) -> Cluster:

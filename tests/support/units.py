@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_helix.operators.base import Call, Precision, explicit_gradients
+from hf_helix.operators.base import OperatorContext, Precision, explicit_gradients
 from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.backward import GraphPair
@@ -27,7 +27,7 @@ class Running:
         self._side = side
         self._precision = precision or Precision()
         self._shared: dict[object, Any] = {}
-        self._calls: dict[str, Call] = {}
+        self._contexts: dict[str, OperatorContext] = {}
         self._values: dict[str, Tensor] = {}
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -48,10 +48,12 @@ class Running:
         with explicit_gradients():
             for op in graph.operators:
                 name = op.forward_name
-                call = self._calls.setdefault(name, Call(self._side, 0, True, self._precision, shared=self._shared))
-                made = self.unit.operators[name].method_of(op.part)(call, *(values[value] for value in op.reads))
+                ctx = self._contexts.setdefault(
+                    name, OperatorContext(self._side, 0, True, self._precision, shared=self._shared)
+                )
+                made = self.unit.operators[name].method_of(op.part)(ctx, *(values[value] for value in op.reads))
                 if op.recomputed and op.part is Part.F:
-                    call.saved = None
+                    ctx.saved = None
                 for value, out, added in zip_longest(op.writes, made, op.accumulates):
                     values[value] = out if added is None else values[added] + out
 

@@ -70,11 +70,11 @@ def one_rank(
         workload = Workload(config, helix, CPU, mesh, autocast_dtype)
         made = workload.runner
         made.executor.streams.close()
-        profile, schedule = rough_profile(made.stage.layout), made.scheduler(microbatches)
-        chosen = make_plan(plan, profile, model="m", mesh=helix.option_sizes, schedule=schedule, searching=0.02)
+        profile, schedule = rough_profile(made.rank_units.layout), made.scheduler(microbatches)
+        chosen = make_plan(plan, profile, model="m", mesh=helix.option_sizes, schedule=schedule, search_share=0.02)
         streams = CudaStreams(CPU, cuda)
         yield (
-            Runner(made.stage, chosen, mesh, streams, made.scheduler, 0, made.precision.autocast_dtype),
+            Runner(made.rank_units, chosen, mesh, streams, made.scheduler, 0, made.precision.autocast_dtype),
             workload.window(microbatches, batch=2, length=8),
         )
 
@@ -87,9 +87,9 @@ def train_windows(cuda: FakeCuda, **options: Any) -> Runner:
     """
     with one_rank(cuda, **options) as (runner, window):
         with plain_parameters():
-            parameters = [parameter for parameter in runner.stage.placements if parameter.requires_grad]
+            parameters = [parameter for parameter in runner.rank_units.placements if parameter.requires_grad]
             optimizer = torch.optim.AdamW(parameters, foreach=True)
-            step_shards(optimizer, runner.stage, runner.executor.streams)
+            step_shards(optimizer, runner.rank_units, runner.executor.streams)
         with cuda.watch():
             for _ in range(2):
                 cuda.waits.clear()

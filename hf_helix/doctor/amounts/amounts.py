@@ -26,8 +26,8 @@ from hf_helix.planning.window.layout import Layout, Name, named_operators
 from hf_helix.runtime.gradients.buckets import by_completion
 from hf_helix.runtime.local_parameters import readers_of
 from hf_helix.runtime.microbatch import MicroBatch
+from hf_helix.runtime.rank_units import RankUnits
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.stage import Stage
 from hf_helix.runtime.streams import Event, Streams
 
 Adders = tuple[tuple[int, str], ...]  # operators of backward that add to a gradient, as (unit, name)
@@ -144,13 +144,13 @@ class Amounts:
                 yield made, tuple((unit if name == layout.units[unit] else own[name], op) for name, op in made.adders)
 
 
-def of_slices_alone(amounts: Amounts, stage: Stage) -> Amounts:
+def of_slices_alone(amounts: Amounts, rank_units: RankUnits) -> Amounts:
     """Returns the amounts of slices of the vocabulary, counted on one rank with the same weights, as of ranks with
-    weights of their own. `stage` has the counted units, still cut."""
+    weights of their own. `rank_units` has the counted units, still cut."""
     embedding, head = amounts.model.units[0], amounts.model.units[-1]
     ends = [[f"{name}{suffix}" for suffix in (FIRST, NEXT, "")] for name in (embedding, head)]
     rank_of = {name: place for names in (ends[0], ends[1][::-1]) for place, name in enumerate(names)}
-    units = {unit.name: unit for unit in stage.model.values()}
+    units = {unit.name: unit for unit in rank_units.all_units.values()}
     looked_up = units[ends[0][0]].placements.keys()
     weights, copies = dict(amounts.weights), dict(amounts.copies)
     for first, *others in ends:
@@ -229,16 +229,16 @@ def count_amounts(
     streams = runner.executor.streams
     assert isinstance(streams, SimulatedStreams)
     first, second, watch = _counted(runner, batch, streams)
-    stage, layout = runner.stage, runner.layout
+    rank_units, layout = runner.rank_units, runner.layout
     labels = {
         (layout.units[index], entry): runner.executor.label(batch.key[1], index, op)
         for index in layout.units_of(0)
         for entry, op in layout.graphs[layout.units[index]].entries()
     }
     names = {label: name for name, label in labels.items()}
-    places = {label: (layout.units.index(unit), entry) for (unit, entry), label in labels.items()}
-    unsharded = {(index, name) for index, unit in stage.model.items() for name in unit.flat_parameters}
-    lifetimes = lifetimes_of(second, watch, places, layout, unsharded)
+    entries = {label: (layout.units.index(unit), entry) for (unit, entry), label in labels.items()}
+    unsharded = {(index, name) for index, unit in rank_units.all_units.items() for name in unit.flat_parameters}
+    lifetimes = lifetimes_of(second, watch, entries, layout, unsharded)
     ran = [names[label] for label in second.counted]  # in execution order, which decides memory
     assert set(ran) == {name for name, _ in named_operators(layout)}
     gathered = lifetimes.weights()
@@ -246,11 +246,11 @@ def count_amounts(
     for name in ran:
         metered, sent = second.counted[labels[name]], tuple(streams.sent.get(labels[name], ()))
         operators[name] = OperatorAmounts(metered.delta, metered.peak, gathered.get(name, 0), metered.kernels, sent)
-    copies = {unit.name: 0 for unit in stage.model.values()}
+    copies = {unit.name: 0 for unit in rank_units.all_units.values()}
     for name, label in labels.items():
         if name[1].startswith("F.") or name[1].endswith(".I"):  # for input gradients in fp8 too
             copies[name[0]] += max(0, first.counted[label].delta - second.counted[label].delta)
-    units = list(stage.model.values())
+    units = list(rank_units.all_units.values())
     if not spread:  # the buffers of `shard_optimizer`, made as in training, do not depend on the number of replicas
         several = simulated_mesh({}, spread={COPIES: 2, EXPERT_COPIES: 2}).mesh
         units = apply_zero1(units, several.shard_axes, runner.precision.autocast_dtype)
@@ -275,14 +275,14 @@ def _counted(runner: Runner, batch: MicroBatch, streams: SimulatedStreams) -> tu
     """Returns the meters of a first and of a second window, and the trace of values of the second."""
     side = batch.prepare()
     batch = replace(batch, prepare=lambda: dict(side))
-    stage = runner.stage
+    rank_units = runner.rank_units
     with runner.precision.weights.kept():  # as in a window, with one cast of each weight
         # The first window makes gradients and copies of weights; further windows reuse them.
-        first = Meter([*stage.placements, *stage.stepped], counts=False)
+        first = Meter([*rank_units.placements, *rank_units.stepped], counts=False)
         _run(runner, batch, streams, first)
         streams.sent.clear()
-        held = [tensor for p in stage.placements for tensor in (p, p.grad) if tensor is not None]
-        held += [value for value in (*stage.stepped, *side.values()) if isinstance(value, Tensor)]
+        held = [tensor for p in rank_units.placements for tensor in (p, p.grad) if tensor is not None]
+        held += [value for value in (*rank_units.stepped, *side.values()) if isinstance(value, Tensor)]
         second = Meter(held, first)
         watch = _run(runner, batch, streams, second)
     return first, second, watch
@@ -292,7 +292,7 @@ def _run(runner: Runner, batch: MicroBatch, streams: SimulatedStreams, meter: Me
     streams.trace = watch = LifetimeTrace(meter)
     executor = WatchedExecutor(watch, runner.executor.units, streams, runner.seed, runner.precision)
     with meter, FusedKernels(meter):
-        executor.run(runner.program(1), [batch], runner.sources(), training=True)
+        executor.run(runner.program(1), [batch], runner.sources(), saves_for_backward=True)
         watch.end()
     return watch
 
@@ -300,7 +300,7 @@ def _run(runner: Runner, batch: MicroBatch, streams: SimulatedStreams, meter: Me
 def _weights(runner: Runner) -> dict[str, Weights]:
     weights = {}
     seen: set[nn.Parameter] = set()
-    for _, unit in sorted(runner.stage.model.items()):
+    for _, unit in sorted(runner.rank_units.all_units.items()):
         elements: Counter[tuple[bool, bool]] = Counter()
         itemsize = 0
         for parameter, placement in unit.placements.items():
@@ -321,7 +321,7 @@ def _weights(runner: Runner) -> dict[str, Weights]:
 
 
 def _gradients(runner: Runner, flats: Mapping[nn.Parameter, str]) -> dict[str, list[Gradient]]:
-    model = runner.stage.model
+    model = runner.rank_units.all_units
     gradients: dict[str, list[Gradient]] = {unit.name: [] for unit in model.values()}
     for made in by_completion(model):
         adders = tuple((model[index].name, name) for index, name in made.adders)

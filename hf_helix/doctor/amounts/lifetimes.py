@@ -24,7 +24,7 @@ from hf_helix.runtime.microbatch import MicroBatch, MicroBatchState
 from hf_helix.runtime.streams import Streams
 from hf_helix.runtime.trace import Trace
 
-Place = tuple[int, str]  # an operator: the index of its unit, and its entry in a plan
+UnitEntry = tuple[int, str]  # an operator: the index of its unit, and its entry in a plan
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,14 @@ class WatchedExecutor(Executor):
         super().__init__(units, streams, seed, precision)
         self._watch = watch
 
-    def begin(self, batch: MicroBatch, sources: Sources, training: bool) -> MicroBatchState:
-        state = super().begin(batch, sources, training)
+    def begin(self, batch: MicroBatch, sources: Sources, saves_for_backward: bool) -> MicroBatchState:
+        state = super().begin(batch, sources, saves_for_backward)
         self._watch.follow(state)
         return state
 
 
 def lifetimes_of(
-    meter: Meter, watch: LifetimeTrace, places: Mapping[str, Place], layout: Layout, weights: Collection[Key]
+    meter: Meter, watch: LifetimeTrace, entries: Mapping[str, UnitEntry], layout: Layout, weights: Collection[Key]
 ) -> Lifetimes:
     """Returns the lifetimes of the memory that a meter has counted for a micro-batch."""
     left: dict[Name, list[Storage]] = defaultdict(list)
@@ -114,10 +114,10 @@ def lifetimes_of(
     for memory in meter.allocated:
         if memory.maker is None or memory.maker == memory.last:
             continue
-        unit, entry = places[memory.maker]
+        unit, entry = entries[memory.maker]
         keys = watch.values.get(memory, [])
         values = tuple(name for index, name in keys if index == unit)
-        where, behind = places[memory.last] if memory.last is not None else (unit, "")
+        where, behind = entries[memory.last] if memory.last is not None else (unit, "")
         if where != unit:
             for forward, position in outputs_of(layout, unit, values):
                 if where == unit + (1 if forward else -1):

@@ -28,6 +28,7 @@ from transformers import AutoConfig, PretrainedConfig
 from hf_helix.checkpoint.cut_parameters import full_parameter
 from hf_helix.config import HelixConfig
 from hf_helix.engine.build import Declared, RunOptions, declare, start_runner
+from hf_helix.engine.called_decoder import CalledDecoder
 from hf_helix.engine.evaluate import evaluate_batch
 from hf_helix.engine.float8 import use_float8
 from hf_helix.engine.microbatches import LossScale, WindowMaker
@@ -50,7 +51,6 @@ from hf_helix.engine.proof.reference import (
 )
 from hf_helix.engine.proof.verdict import ComparedWindow, Proof, compare, float8_error
 from hf_helix.engine.recompute import modes_of
-from hf_helix.engine.seam import Seam
 from hf_helix.models.batch_inputs import LOSS_ALONE
 from hf_helix.models.causal_lm import build_causal_lm, check_causal_lm_class, classifier_classes
 from hf_helix.models.copies import copy_module
@@ -283,13 +283,15 @@ class _Copy:
     def declare(self) -> Declared:
         """The cut of the copy, on this rank alone."""
         modes = modes_of(family_of(self.model).layers(self.model), None, self.config)
-        return declare(self.model, self.config, self.mesh, modes, LossTweaks(own=ends_at_decoder(self.model)))
+        return declare(
+            self.model, self.config, self.mesh, modes, LossTweaks(ends_at_decoder=ends_at_decoder(self.model))
+        )
 
     # -- windows -------------------------------------------------------------------------------------------------
 
     def run(self, declared: Declared, plans: Sequence[str]) -> tuple[tuple[ComparedWindow, ...], str]:
         """Cuts the copy, and runs and compares all windows; also returns a sentence about fp8. Collective."""
-        runner = start_runner(self.model, declared.stage, self.config, self.mesh, RunOptions())
+        runner = start_runner(self.model, declared.rank_units, self.config, self.mesh, RunOptions())
         self.model.to(self.mesh.device)
         first, *others = plans
         try:
@@ -309,12 +311,12 @@ class _Copy:
     def _float8_error(self, runner: Runner) -> str:
         """The error of fp8 against bf16, in a window with bf16 autocast and weights of a usual size. Collective."""
         with torch.no_grad():
-            for parameter in runner.stage.placements:
+            for parameter in runner.rank_units.placements:
                 parameter.mul_(USUAL_GAIN if parameter.dim() > 1 else 1)
-        about = runner.stage, runner.plan, self.mesh, runner.executor.streams, runner.scheduler, runner.seed
+        about = runner.rank_units, runner.plan, self.mesh, runner.executor.streams, runner.scheduler, runner.seed
         in_bf16 = self._outcome(ROWS, Runner(*about, torch.bfloat16))
         head = self.model.get_output_embeddings()
-        use_float8(runner.stage.model.values(), self.float8, None if head is None else head.weight)
+        use_float8(runner.rank_units.all_units.values(), self.float8, None if head is None else head.weight)
         in_float8 = self._outcome(ROWS, Runner(*about, torch.bfloat16))
         errors = all_gather_object(float8_error(in_float8, in_bf16) if self.compares else None)
         loss, gradients = max(error for error in errors if error is not None)
@@ -355,20 +357,20 @@ class _Copy:
 
     def _train_output(self, runner: Runner, batches: Sequence[Batch]) -> tuple[list[Tensor], Tensor]:
         """Runs a window with a loss of the decoder's output; returns the losses, and the output for the first batch."""
-        seam = Seam(runner, WindowMaker(self.model, self.mesh))
+        called_decoder = CalledDecoder(runner, WindowMaker(self.model, self.mesh))
         losses, outputs = [], []
         for batch in batches:
-            with seam.training(step=0):
-                loss, output = loss_of_output(seam.outputs(inputs_of(batch))[0], batch)
+            with called_decoder.training(step=0):
+                loss, output = loss_of_output(called_decoder.outputs(inputs_of(batch))[0], batch)
                 loss.backward()
             losses.append(loss.detach())
             outputs.append(output.detach())
-        seam.finish()
+        called_decoder.finish()
         return losses, outputs[0]
 
     def _full_gradients(self, runner: Runner) -> dict[str, Tensor]:
         """The gradients by name, in fp64 on the host; empty on ranks that do not compare. Collective."""
-        placements, owners = runner.stage.all_placements, runner.stage.owners
+        placements, owners = runner.rank_units.all_placements, runner.rank_units.owners
         gradients = {}
         for name in self.names:
             parameter = self.model.get_parameter(name)

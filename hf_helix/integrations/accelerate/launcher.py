@@ -17,7 +17,12 @@ from typing import Any
 import psutil
 
 from hf_helix.config import HelixConfig, has_helix_block, read_yaml
-from hf_helix.integrations.accelerate.layout import Layout, layout_of, layout_of_yaml, with_layout
+from hf_helix.integrations.accelerate.foreign_sizes import (
+    ForeignSizes,
+    foreign_sizes_of,
+    foreign_sizes_of_yaml,
+    with_foreign_sizes,
+)
 
 CONFIG_FILE_VARIABLE = "HELIX_CONFIG_FILE"
 
@@ -36,33 +41,33 @@ def resolve_config(given: Any, plugin: Any) -> HelixConfig:
     """Returns the configuration of a run, by precedence: argument, plugin, environment, YAML of the launcher.
 
     Args:
-        given, plugin: a `HelixConfig`, a layout of another library (see `layout_of`), or None.
+        given, plugin: a `HelixConfig`, a layout of another library (see `foreign_sizes_of`), or None.
 
     Raises:
         TypeError: an argument is none of these.
         ValueError: no options, which shows every way to give options; or contradicting layouts.
     """
-    layouts: list[Layout] = []
+    all_foreign: list[ForeignSizes] = []
     configs: list[HelixConfig] = []
     for each in (given, plugin):
         if isinstance(each, HelixConfig):
             configs.append(each)
-        elif (layout := layout_of(each)) is not None:
-            layouts.append(layout)
+        elif (foreign := foreign_sizes_of(each)) is not None:
+            all_foreign.append(foreign)
         elif each is not None:
             raise TypeError(f"helix_config must be a HelixConfig, got {type(each).__name__}: {each!r}")
     file = launcher_config_file() if configs else options_file()
     options = None if file is None else read_yaml(file)
     block = _layout_block(options)
-    if block and (layout := layout_of_yaml(block, str(file))) is not None:
-        layouts.append(layout)
+    if block and (foreign := foreign_sizes_of_yaml(block, str(file))) is not None:
+        all_foreign.append(foreign)
     config = configs[0] if configs else _helix_options(options, str(file))
-    if config is None and not layouts:
+    if config is None and not all_foreign:
         empty = f": {file} has parallelism_config without helix" if block else ""
         raise ValueError(f"no helix options were given{empty}; {WHERE}")
     config = config or HelixConfig()
-    for layout in layouts:
-        config = with_layout(config, layout)
+    for foreign in all_foreign:
+        config = with_foreign_sizes(config, foreign)
     return config
 
 

@@ -45,7 +45,7 @@ from hf_helix.runtime.environment import check_environment
 from hf_helix.runtime.failures.heartbeat import start_watch, watched
 from hf_helix.runtime.notices import say
 from hf_helix.tuning.cache import shared_options
-from hf_helix.tuning.verdict import TuningResult
+from hf_helix.tuning.result_text import TuningResult
 
 logger = get_logger(__name__)
 
@@ -140,7 +140,7 @@ def _cut(
             seed=chosen[0],
             num_microbatches=steps,
             autocast_dtype=torch.bfloat16 if mixed == "bf16" else None,
-            loss_tweaks=LossTweaks(own=loss is not None),
+            loss_tweaks=LossTweaks(ends_at_decoder=loss is not None),
             weights=weights,
         ),
         USE_INSTEAD,
@@ -223,16 +223,16 @@ class HelixModel:
 
     def _say(self, tuning: TuningResult | None) -> None:
         if tuning is not None:
-            say(f"{tuning.verdict} (details: print(model.engine.tuning))")
+            say(f"{tuning.summary} (details: print(model.engine.tuning))")
 
     def _train_own(self, loss_of: Loss, batches: Sequence[Any]) -> Tensor:
         """Trains a window with a loss of one's own: each backward pass runs with the next forward pass."""
-        assert self.engine.seam is not None
+        assert self.engine.called_decoder is not None
         self._say(self.engine.tune_calls())
         self.module.train()
         losses = []
         for batch in batches:
-            with self.engine.seam.training(self._step):
+            with self.engine.called_decoder.training(self._step):
                 loss = loss_of(self.module, self._moved(batch)) / len(batches)
                 loss.backward()
             losses.append(loss.detach())
@@ -313,7 +313,11 @@ class _Scheduler(AcceleratedScheduler):
         self._steps = dp_size if linked and not accelerator.split_batches else 1
         accelerator._schedulers.append(self)
 
-    @overrides("AcceleratedScheduler", "the learning rate would change too fast where ranks share a batch", caller=None)
+    @overrides(
+        "AcceleratedScheduler",
+        otherwise="the learning rate would change too fast where ranks share a batch",
+        caller=None,
+    )
     def step(self, *args: Any, **kwargs: Any) -> None:
         for _ in range(self._steps):
             if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf):

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_helix.config import HelixConfig
 from hf_helix.integrations.accelerate.checks import check_accelerator
+from hf_helix.integrations.accelerate.foreign_sizes import ForeignConfig
 from hf_helix.integrations.accelerate.launcher import options_file, options_in, resolve_config
-from hf_helix.integrations.accelerate.layout import OtherLayout
 from hf_helix.integrations.accelerate.loop import prepare
 from hf_helix.integrations.upstream import check_class, overrides
 from hf_helix.runtime.distributed.mesh import Mesh, check_joined, mesh_of
@@ -95,7 +95,7 @@ class HelixPlugin(ParallelismConfig):
             `launcher`).
     """
 
-    def __init__(self, config: HelixConfig | OtherLayout | None = None, **options: Any) -> None:
+    def __init__(self, config: HelixConfig | ForeignConfig | None = None, **options: Any) -> None:
         if config is not None and options:
             raise ValueError(f"give HelixPlugin a HelixConfig or keywords, not both; got {config} and {options}")
         self.config = HelixConfig.from_mapping(options, "HelixPlugin") if options else resolve_config(config, None)
@@ -114,13 +114,13 @@ class HelixPlugin(ParallelismConfig):
         )
 
     @property
-    @overrides("ParallelismConfig", "Accelerate would look for DTensors", caller=_ACCELERATOR)
+    @overrides("ParallelismConfig", otherwise="Accelerate would look for DTensors", caller=_ACCELERATOR)
     def tp_enabled(self) -> bool:
         """False: Accelerate must not look for DTensor parameters."""
         return False
 
     @property
-    @overrides("ParallelismConfig", "Accelerate would switch to FSDP", caller=_ACCELERATOR)
+    @overrides("ParallelismConfig", otherwise="Accelerate would switch to FSDP", caller=_ACCELERATOR)
     def cp_enabled(self) -> bool:
         """False: Accelerate must not switch to FSDP."""
         return False
@@ -134,14 +134,14 @@ class HelixPlugin(ParallelismConfig):
             self.mesh = mesh_of(config, device)
         return self.mesh
 
-    @overrides("ParallelismConfig", "ranks that share a batch would get different data")
+    @overrides("ParallelismConfig", otherwise="ranks that share a batch would get different data")
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Returns the dimensions by which Accelerate distributes batches."""
         return self.build_mesh(device_type).device_mesh
 
     @overrides(
         "ParallelismConfig",
-        "ranks that share a batch would get different data",
+        otherwise="ranks that share a batch would get different data",
         caller=_ACCELERATOR,
     )
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
@@ -183,7 +183,7 @@ class HelixPlugin(ParallelismConfig):
         prepared = prepare(accelerator, objects, self.config, mesh, seed, weights, loss)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
-    @overrides("ParallelismConfig", "logs would show Accelerate's fields instead", caller=None)
+    @overrides("ParallelismConfig", otherwise="logs would show Accelerate's fields instead", caller=None)
     def to_json(self) -> dict[str, Any]:
         """The options, for logs and trackers."""
         return {"helix": asdict(self.config)}
@@ -201,7 +201,7 @@ class HelixPlugin(ParallelismConfig):
 
     @overrides(
         "ParallelismConfig",
-        "Accelerate would refuse the layout by rules of its own",
+        otherwise="Accelerate would refuse the layout by rules of its own",
         caller=_ACCELERATOR,
     )
     def _validate_accelerator(self, accelerator: Any) -> None:

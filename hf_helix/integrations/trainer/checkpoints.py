@@ -59,7 +59,7 @@ class CheckpointHooks(TrainerAttributes):
 
     @overrides(
         "Trainer",
-        "a damaged checkpoint would be found half way, and a failing rank would leave the others waiting",
+        otherwise="a damaged checkpoint would be found half way, and a failing rank would leave the others waiting",
         caller=None,
     )
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -150,14 +150,14 @@ class CheckpointHooks(TrainerAttributes):
         return Manifest(type(self.helix.model).__name__, parameters, dict(mesh.sizes), per_step, name)
 
     def _local_parameters(self) -> dict[nn.Parameter, LocalParameter]:
-        return local_parameters(self.helix.model, self.helix.runner.stage, self.helix.mesh)
+        return local_parameters(self.helix.model, self.helix.runner.rank_units, self.helix.mesh)
 
-    @overrides("Trainer", "whole weights would be loaded into cut parameters, which is an error")
+    @overrides("Trainer", otherwise="whole weights would be loaded into cut parameters, which is an error")
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Each rank reads its slices of the model. Collective."""
         self.helix.load_weights(resume_from_checkpoint)
 
-    @overrides("Trainer", "whole weights would be loaded into cut parameters, which is an error")
+    @overrides("Trainer", otherwise="whole weights would be loaded into cut parameters, which is an error")
     def _load_best_model(self) -> None:
         """Loads the best model as the stock method does; each rank reads its slices. Collective."""
         best = self.state.best_model_checkpoint
@@ -165,7 +165,7 @@ class CheckpointHooks(TrainerAttributes):
         logger.info(f"Loading best model from {best} (score: {self.state.best_metric}).")
         self.helix.load_weights(best)
 
-    @overrides("Trainer", "a resumed run would start with empty optimizer states")
+    @overrides("Trainer", otherwise="a resumed run would start with empty optimizer states")
     @plain_parameters()
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -176,7 +176,7 @@ class CheckpointHooks(TrainerAttributes):
         load_states(optimizer, self._local_parameters(), folder / OPTIMIZER)
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
-    @overrides("Trainer", "a resumed run would see its data in another order")
+    @overrides("Trainer", otherwise="a resumed run would see its data in another order")
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         """Runs an epoch as the stock method does. The order of the data may depend on the random generators, so a
         resumed epoch starts with the generator states of its original start.
@@ -187,7 +187,7 @@ class CheckpointHooks(TrainerAttributes):
         self._epoch_generators = generators()
         return super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
-    @overrides("Trainer", "a resumed run would draw other random numbers")
+    @overrides("Trainer", otherwise="a resumed run would draw other random numbers")
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             set_generators(self._read_generators(Path(checkpoint))["now"])
@@ -222,7 +222,7 @@ class CheckpointHooks(TrainerAttributes):
         trained = [about for about in run.parameters.values() if about["trained"]]
         return factor * sum(math.prod(p["shape"]) * getattr(torch, p["dtype"]).itemsize for p in trained)
 
-    @overrides("Trainer", "a run that is killed while it saves would leave a broken checkpoint")
+    @overrides("Trainer", otherwise="a run that is killed while it saves would leave a broken checkpoint")
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Saves as the stock method does, into a folder that is published when complete. Collective."""
         folder = super()._get_output_dir(trial)  # type: ignore[misc]
@@ -262,11 +262,11 @@ class CheckpointHooks(TrainerAttributes):
         self.state.save_to_json(os.path.join(aside, TRAINER_STATE_NAME))
         atomic.publish(aside, folder, lambda: manifest.write(aside))
 
-    @overrides("Trainer", "a run that is killed while it saves would leave a broken checkpoint")
+    @overrides("Trainer", otherwise="a run that is killed while it saves would leave a broken checkpoint")
     def _get_output_dir(self, trial: Any) -> str:
         return self._staging or super()._get_output_dir(trial)  # type: ignore[misc]
 
-    @overrides("Trainer", "an upload would read a folder that is being moved")
+    @overrides("Trainer", otherwise="an upload would read a folder that is being moved")
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Uploads after the checkpoint is published: the upload reads the checkpoint while training continues."""
         if self._staging is None:
@@ -274,7 +274,7 @@ class CheckpointHooks(TrainerAttributes):
         else:
             self._push_waits = True
 
-    @overrides("Trainer", "ranks would wait for rank 0, which waits for them")
+    @overrides("Trainer", otherwise="ranks would wait for rank 0, which waits for them")
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the model on every rank; the stock method of Transformers 5.17 writes on rank 0 alone. Collective."""
         agree_on_action("trainer.save_model() is called")
@@ -282,7 +282,7 @@ class CheckpointHooks(TrainerAttributes):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    @overrides("Trainer", "the checkpoint would hold one rank's slices")
+    @overrides("Trainer", otherwise="the checkpoint would hold one rank's slices")
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Writes an ordinary Hugging Face checkpoint; every rank writes its slices. Collective."""
         folder = output_dir if output_dir is not None else self.args.output_dir
@@ -294,7 +294,7 @@ class CheckpointHooks(TrainerAttributes):
                 processing.save_pretrained(folder)
             torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
 
-    @overrides("Trainer", "the checkpoint would hold one rank's optimizer states")
+    @overrides("Trainer", otherwise="the checkpoint would hold one rank's optimizer states")
     @plain_parameters()
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Writes the optimizer's states, each rank its part, and on rank 0 the scheduler's. Collective."""
@@ -304,7 +304,7 @@ class CheckpointHooks(TrainerAttributes):
                 warnings.filterwarnings("ignore", message="Please also save or load the state of the optimizer")
                 torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
-    @overrides("Trainer", "a resumed run would draw other random numbers")
+    @overrides("Trainer", otherwise="a resumed run would draw other random numbers")
     def _save_rng_state(self, output_dir: str) -> None:
         now = generators()
         at_end = self.state.epoch is not None and self.state.epoch == int(self.state.epoch)

@@ -191,7 +191,7 @@ def check_overrides(trainer: Any) -> None:
             f"{name} has replaced the model after it was cut, by a {type(trainer.model).__name__}; "
             "change it before, such as with peft.get_peft_model(model, config)"
         )
-    if trainer.helix.seam is not None:
+    if trainer.helix.ends_at_decoder:
         return
     for hook, instead in _NEVER_CALLED.items():
         owner = next(kind for kind in type(trainer).__mro__ if hook in vars(kind))

@@ -54,7 +54,7 @@ def _full(value: Any) -> Any:
 class EvaluationHooks(TrainerAttributes):
     """The part of `HelixTrainerMixin` that evaluates."""
 
-    @overrides("Trainer", "metrics could be wrong, and a failing rank would leave the others waiting")
+    @overrides("Trainer", otherwise="metrics could be wrong, and a failing rank would leave the others waiting")
     def evaluation_loop(
         self,
         dataloader: Any,
@@ -71,7 +71,7 @@ class EvaluationHooks(TrainerAttributes):
         check_overrides(self)
         check_evaluation(getattr(dataloader, "dataset", None), self.helix.mesh.dp_size)
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        if not loss_only and self.helix.seam is None:
+        if not loss_only and not self.helix.ends_at_decoder:
             check_outputs(self.model.config, ignore_keys)
         with watched():
             agree_on_action(f"trainer.{'predict' if description == 'Prediction' else 'evaluate'}() is called")
@@ -79,7 +79,7 @@ class EvaluationHooks(TrainerAttributes):
             arguments = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
             return super().evaluation_loop(*arguments)  # type: ignore[misc]
 
-    @overrides("Trainer", "the cut model would be called, which is an error")
+    @overrides("Trainer", otherwise="the cut model would be called, which is an error")
     def prediction_step(
         self,
         model: nn.Module,
@@ -92,7 +92,7 @@ class EvaluationHooks(TrainerAttributes):
         Returns:
             The loss, the logits [batch, sequence, vocabulary] and the labels, as the stock method.
         """
-        if self.helix.seam is not None:
+        if self.helix.ends_at_decoder:
             return self._own_prediction(model, inputs, prediction_loss_only, ignore_keys)
         keeps = not prediction_loss_only and "logits" not in (ignore_keys or ())
         if not prediction_loss_only:
@@ -109,8 +109,8 @@ class EvaluationHooks(TrainerAttributes):
     def _own_prediction(self, *arguments: Any) -> Any:
         """Returns the stock method's results of a loss of the user's own, with full logits."""
         agree_on_action("a batch is evaluated")
-        assert self.helix.seam is not None
-        self.helix.seam.step = self.state.global_step
+        assert self.helix.called_decoder is not None
+        self.helix.called_decoder.step = self.state.global_step
         with self._gathering():
             return tree_map(_full, super().prediction_step(*arguments))  # type: ignore[misc]
 

@@ -36,7 +36,7 @@ class SearchHooks(TrainerAttributes):
 
     _num_trials = 0
 
-    @overrides("Trainer", "the other ranks would wait for a trial that never comes", caller=None)
+    @overrides("Trainer", otherwise="the other ranks would wait for a trial that never comes", caller=None)
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Searches as the stock method does; on several ranks only with Optuna and without pruning. Collective.
 
@@ -71,7 +71,7 @@ class SearchHooks(TrainerAttributes):
             self._num_trials += 1
         return super().train(resume_from_checkpoint, trial, *args, **kwargs)  # type: ignore[misc]
 
-    @overrides("Trainer", "arguments that cannot be honoured would be ignored")
+    @overrides("Trainer", otherwise="arguments that cannot be honoured would be ignored")
     def _hp_search_setup(self, trial: Any) -> None:
         """Sets the arguments of a trial as the stock method does, and checks the arguments."""
         super()._hp_search_setup(trial)  # type: ignore[misc]
@@ -102,7 +102,7 @@ class SearchHooks(TrainerAttributes):
             )
         return made[0] if made else make(trial)
 
-    @overrides("Trainer", "a pruned trial would end on rank 0 alone")
+    @overrides("Trainer", otherwise="a pruned trial would end on rank 0 alone")
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
         """Reports as the stock method does; on several ranks without pruning, since only rank 0 would know of a pruned
         trial."""

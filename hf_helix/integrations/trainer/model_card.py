@@ -29,8 +29,8 @@ from hf_helix.doctor.page import memory_of_run
 from hf_helix.measure.overlap import Overlap
 from hf_helix.planning.timing.predict import Prediction
 from hf_helix.report.page import WindowMemory, plan_parts, write_page
+from hf_helix.tuning.result_text import TuningResult, format_plans, format_scorecard, hint
 from hf_helix.tuning.tuner import TUNED_MICROBATCHES
-from hf_helix.tuning.verdict import TuningResult, format_plans, format_scorecard, hint
 
 TAG = "hf_helix"
 AXES = ("dp", "tp", "pp", "cp", "ep")  # ep takes its ranks from dp

@@ -1,7 +1,7 @@
 """Losses of the user's own: which trainers have one.
 
 In:   a trainer in `Trainer.__init__`, and its model before it is cut.
-Out:  whether code above the decoder computes the loss; then the model is called, see `hf_helix.engine.seam`.
+Out:  whether code above the decoder computes the loss; then the model is called, see `hf_helix.engine.called_decoder`.
 Must hold: the built-in loss, which is computed within the plan, is that of causal language models, and nothing else.
 """
 

@@ -30,8 +30,8 @@ def cut_references(
     """
     stock, kind, engines = accelerator.prepare_model, _kind_of(model), list[Engine]()
     config = replace(config, plan="greedy", cuda_graphs=False, shard_optimizer=False, offload=None)
-    own = LossTweaks(own=True)
-    options = RunOptions(seed=options.seed, autocast_dtype=options.autocast_dtype, loss_tweaks=own)
+    tweaks = LossTweaks(ends_at_decoder=True)
+    options = RunOptions(seed=options.seed, autocast_dtype=options.autocast_dtype, loss_tweaks=tweaks)
 
     def prepare_model(given: Any, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("evaluation_mode") or _kind_of(given) != kind:

@@ -53,7 +53,7 @@ class TrainerAttributes:
     helix_config: HelixConfig
     loss_scale: Callable[[Any], LossScale]
     _stock: StockTrainer
-    _own_loss: bool
+    _has_own_loss: bool
     _gathering: Callable[[], AbstractContextManager[None]]
     _health: Health
 

@@ -28,8 +28,8 @@ from hf_helix.engine.build import RunOptions
 from hf_helix.engine.checks import check_sizes
 from hf_helix.engine.engine import Engine
 from hf_helix.engine.recompute import asked_by
+from hf_helix.integrations.accelerate.foreign_sizes import ForeignConfig
 from hf_helix.integrations.accelerate.launcher import resolve_config
-from hf_helix.integrations.accelerate.layout import OtherLayout
 from hf_helix.integrations.accelerate.mixed_precision import run_in_mixed_precision
 from hf_helix.integrations.accelerate.plugin import HelixPlugin, keep_layout, shared_layout
 from hf_helix.integrations.optimizers import watch_steps
@@ -66,7 +66,7 @@ from hf_helix.runtime.failures.values import Health
 from hf_helix.tuning.budget import BASELINE
 from hf_helix.tuning.cache import shared_options
 from hf_helix.tuning.candidates import PAPER, Comparison
-from hf_helix.tuning.verdict import TuningResult
+from hf_helix.tuning.result_text import TuningResult
 
 logger = get_logger(__name__)
 
@@ -107,7 +107,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
     def __init__(
         self,
         *args: Any,
-        helix_config: HelixConfig | OtherLayout | None = None,
+        helix_config: HelixConfig | ForeignConfig | None = None,
         weights: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
@@ -128,7 +128,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         self._loss_function = call.get("compute_loss_func")
         precompute_once(self, self._plugin.build_mesh(arguments.device))
         super().__init__(*call.positional, **call.named)
-        if self._own_loss:
+        if self._has_own_loss:
             self._cut(self.model)
             if counts_once:
                 count_batches_once(self, ranks_per_batch)
@@ -182,8 +182,8 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
     def _take_model(self, model: Any) -> None:
         """Cuts the model that a class hands to `Trainer.__init__`; one that its own code calls is cut when that code
         has made what else it needs of the whole model."""
-        self._own_loss = has_own_loss(self, model, self._loss_function)
-        if not self._own_loss:
+        self._has_own_loss = has_own_loss(self, model, self._loss_function)
+        if not self._has_own_loss:
             self._cut(model)
         elif self.helix_config.ranks_per_batch > 1 or self.helix_config.shard_parameters:
             mesh = self._plugin.build_mesh(self.args.device)
@@ -204,7 +204,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             before.close()
         watch_steps(self.helix)
         model._is_accelerate_prepared = True  # nothing is left to wrap
-        if self._own_loss:
+        if self._has_own_loss:
             run_in_mixed_precision(model, self.accelerator)
             cut_fused_head()
 
@@ -220,11 +220,11 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         )
 
     def _loss_tweaks(self, args: TrainingArguments) -> LossTweaks:
-        if self._own_loss:
-            return LossTweaks(neftune_alpha=args.neftune_noise_alpha, own=True)
+        if self._has_own_loss:
+            return LossTweaks(neftune_alpha=args.neftune_noise_alpha, ends_at_decoder=True)
         return LossTweaks(args.label_smoothing_factor, args.neftune_noise_alpha, self._stock.figures)
 
-    @overrides("Trainer", "parameters that are spread would keep memory")
+    @overrides("Trainer", otherwise="parameters that are spread would keep memory")
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Moves this rank's parameters; sharded parameters get memory by the move, and release the memory. A model that
         is cut later stays where it is."""
@@ -234,7 +234,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             super()._move_model_to_device(model, device)  # type: ignore[misc]
         self.helix.reshard_parameters()
 
-    @overrides("Trainer", "every rank would train the whole model by itself")
+    @overrides("Trainer", otherwise="every rank would train the whole model by itself")
     def call_model_init(self, trial: Any = None) -> Any:
         """Makes a model as the stock method does, and cuts the model."""
         model = super().call_model_init(trial)
@@ -276,7 +276,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
     # -- training ------------------------------------------------------------------------------------------------
 
-    @overrides("Trainer", "the log would have no figures of overlap")
+    @overrides("Trainer", otherwise="the log would have no figures of overlap")
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Logs as the stock method does, with the scorecard beside the training loss."""
         logs.update(self._stock.log_entries(self.model.training))  # in place, for the result of evaluate()
@@ -284,7 +284,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             logs = {**logs, **self.helix.log_entries()}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
-    @overrides("Trainer", "it would step stand-ins")
+    @overrides("Trainer", otherwise="it would step stand-ins")
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Makes the optimizer as the stock method does. With `shard_optimizer` or `shard_parameters`, the optimizer
         steps this rank's shards.
@@ -295,7 +295,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         self.helix.step_shards(optimizer)
         return optimizer
 
-    @overrides("Trainer", "the log would count tokens several times")
+    @overrides("Trainer", otherwise="the log would count tokens several times")
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Counts input tokens once for the ranks that share a batch; the stock method counts every rank."""
         before = self.state.num_input_tokens_seen
@@ -303,7 +303,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         seen = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + seen // self.helix_config.ranks_per_batch
 
-    @overrides("Trainer", "the log and the checkpoints would count operations several times")
+    @overrides("Trainer", otherwise="the log and the checkpoints would count operations several times")
     def store_flos(self) -> None:
         """Counts operations once for the ranks that share a batch; the stock method counts every rank."""
         before = self.state.total_flos
@@ -313,12 +313,12 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
     # -- the layout, for Accelerate ------------------------------------------------------------------------------
 
-    @overrides("Trainer", "the number of sequences in a step would be wrong")
+    @overrides("Trainer", otherwise="the number of sequences in a step would be wrong")
     def get_tp_size(self) -> int:
         """The number of ranks that share a batch; Transformers 5.17 does not ask the layout for the number."""
         return int(self.accelerator.parallelism_config.tp_size)
 
-    @overrides("Trainer", "ranks that share a batch would get different data")
+    @overrides("Trainer", otherwise="ranks that share a batch would get different data")
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """Adds the layout to Accelerate's arguments, and leaves what is compiled to the layout. The training arguments
         belong to the user and stay unchanged."""
@@ -326,7 +326,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         stock.pop("dynamo_plugin", None)
         return {**stock, "parallelism_config": self._plugin, "dynamo_backend": "no"}
 
-    @overrides("Trainer", "a second trainer of the process would get the layout of the first")
+    @overrides("Trainer", otherwise="a second trainer of the process would get the layout of the first")
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the Accelerator as the stock method does, and restricts the layout to this Accelerator. It is the first
         thing that `Trainer.__init__` does, so here the model is what a class has made of it."""
@@ -336,7 +336,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         if self.model is not None and getattr(self, "helix", None) is None:
             self._take_model(self.model)
 
-    @overrides("Trainer", "the card would not say how the model was trained", needs=("tags",))
+    @overrides("Trainer", otherwise="the card would not say how the model was trained", needs=("tags",))
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes the stock card with the tag `hf_helix` and a section on the run. On rank 0 only; not collective."""
         if self.is_world_process_zero():

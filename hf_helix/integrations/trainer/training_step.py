@@ -30,7 +30,7 @@ from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.notices import say
 from hf_helix.tuning.cache import export
-from hf_helix.tuning.verdict import TuningResult
+from hf_helix.tuning.result_text import TuningResult
 
 
 class FetchedWindow:
@@ -76,22 +76,24 @@ class WindowHooks(TrainerAttributes):
 
     _window: FetchedWindow | None = None
 
-    @overrides("Trainer", "a loss of the user's own would be ignored without a word")
+    @overrides("Trainer", otherwise="a loss of the user's own would be ignored without a word")
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """Prepares as the stock method does. Raises ValueError if an override would have no effect."""
         check_overrides(self)
         self._window = None  # an earlier run may have been stopped inside a window
         return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
 
-    @overrides("Trainer", "evaluations would leave outputs out without a word", needs=("ignore_keys_for_eval",))
+    @overrides(
+        "Trainer", otherwise="evaluations would leave outputs out without a word", needs=("ignore_keys_for_eval",)
+    )
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Trains as the stock method does. Raises ValueError if evaluations would return outputs beside the logits."""
         evaluates = self.args.eval_strategy != "no" or self.args.eval_on_start
-        if not self._own_loss and self.compute_metrics is not None and evaluates:
+        if not self._has_own_loss and self.compute_metrics is not None and evaluates:
             check_outputs(self.model.config, kwargs.get("ignore_keys_for_eval"))
         return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
 
-    @overrides("Trainer", "ranks that share a batch would draw differently in workers")
+    @overrides("Trainer", otherwise="ranks that share a batch would draw differently in workers")
     def get_train_dataloader(self) -> Any:
         """Returns the stock loader, with equal worker seeds on the ranks that share a batch."""
         loader = super().get_train_dataloader()  # type: ignore[misc]
@@ -100,7 +102,7 @@ class WindowHooks(TrainerAttributes):
             stock.worker_init_fn = functools.partial(seed, rank=rank() // self.helix_config.ranks_per_batch)
         return loader
 
-    @overrides("Trainer", "there would be no window to interleave, and ranks with different data would hang")
+    @overrides("Trainer", otherwise="there would be no window to interleave, and ranks with different data would hang")
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """Collects the micro-batches of an optimizer step and keeps them for `training_step`. Collective.
 
@@ -110,23 +112,23 @@ class WindowHooks(TrainerAttributes):
             The micro-batches, and the number of their tokens with a label, as the stock method.
         """
         batches = list(itertools.islice(epoch_iterator, num_batches))
-        is_called = self.helix.seam is not None
+        ends_at_decoder = self.helix.ends_at_decoder
         with watched():
-            bounds = [] if is_called else [self.helix.value_bounds(batches)]
+            bounds = [] if ends_at_decoder else [self.helix.value_bounds(batches)]
             of_ranks = agree_on_number(len(batches), device, torch.cat((self._health.state().reshape(1), *bounds)))
             self._health.raise_if_invalid([state for state, *_ in of_ranks])
-            if not is_called:
+            if not ends_at_decoder:
                 self.helix.limits.raise_if_invalid([reach for _, *reach in of_ranks])
         samples, num_items = super().get_batch_samples(iter(batches), num_batches, device)  # type: ignore[misc]
         window = self._window = FetchedWindow(samples)
-        if samples and is_called:
+        if samples and ends_at_decoder:
             self._say_tuning(self.helix.tune_calls(self._steps_left))
         elif samples:
             ready, scale = window.prepared(self._prepare_inputs), self.loss_scale(num_items, self._num_parts)
             self._say_tuning(self.helix.tune(ready, scale, self.state.global_step, self._steps_left))
         return samples, num_items
 
-    @overrides("Trainer", "the cut model would be called, which is an error")
+    @overrides("Trainer", otherwise="the cut model would be called, which is an error")
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Runs forward and backward of a micro-batch. The first call of a window runs the full window. Collective.
 
@@ -139,7 +141,7 @@ class WindowHooks(TrainerAttributes):
             RuntimeError: in `train()`, a micro-batch of several has changed since the fetch.
         """
         window = self._window
-        if self.helix.seam is not None:
+        if self.helix.ends_at_decoder:
             return self._own_step(model, inputs, num_items_in_batch)
         if window is None:
             agree_on_action("trainer.training_step() is called")
@@ -175,9 +177,9 @@ class WindowHooks(TrainerAttributes):
     def _own_step(self, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
         """Runs the stock step of a micro-batch, whose backward pass runs with the next one; the last micro-batch of a
         window, and one outside of `train()`, completes the gradients."""
-        seam, window, step = self.helix.seam, self._window, self.state.global_step
-        assert seam is not None
-        with seam.training(step), self._gathering():
+        called_decoder, window, step = self.helix.called_decoder, self._window, self.state.global_step
+        assert called_decoder is not None
+        with called_decoder.training(step), self._gathering():
             loss: Tensor = super().training_step(model, inputs, num_items)  # type: ignore[misc]
         self._health.note_losses(loss.detach().reshape(1), step + 1)
         if window is not None:
@@ -210,9 +212,9 @@ class WindowHooks(TrainerAttributes):
             folder = Path(str(self.args.output_dir), "helix")
             try:
                 export(folder, tuning, self.helix.plan.to_json())
-                say(f"{tuning.verdict} (details: {folder / 'tuning.txt'})")
+                say(f"{tuning.summary} (details: {folder / 'tuning.txt'})")
             except OSError as error:
-                say(f"{tuning.verdict} (details: print(trainer.tuning), since {folder} cannot be written: {error})")
+                say(f"{tuning.summary} (details: print(trainer.tuning), since {folder} cannot be written: {error})")
 
     @property
     def _num_parts(self) -> int:
@@ -258,11 +260,11 @@ class WindowHooks(TrainerAttributes):
                 "the loss that it returns"
             )
 
-    @overrides("Trainer", "each rank would clip by the norm of its own part of the gradient")
+    @overrides("Trainer", otherwise="each rank would clip by the norm of its own part of the gradient")
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self.helix.clip_gradients(self.args.max_grad_norm)
 
-    @overrides("Trainer", "the log would show the norm of one rank's part, and nan would not end the run")
+    @overrides("Trainer", otherwise="the log would show the norm of one rank's part, and nan would not end the run")
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         self._check_window_ran()
         norm = self.helix.gradient_norm() if grad_norm is None else grad_norm

@@ -31,11 +31,11 @@ class GPT2(Family):
     def embedding(self, b: Builder, model: Any) -> Unit:
         body, tp = model.transformer, b.tp
 
-        def add_positions(x: Tensor, places: Tensor) -> Tensor:
-            return x + body.wpe(places.chunk(tp.size)[tp.rank])
+        def add_positions(x: Tensor, token_positions: Tensor) -> Tensor:
+            return x + body.wpe(token_positions.chunk(tp.size)[tp.rank])
 
         x = b.reduce_scatter("scatter", b.lookup("lookup", body.wte))
-        x = b.segment("positions", add_positions, x, side=("places",), uses=(body.wpe,), on_shard=True)
+        x = b.autograd("positions", add_positions, x, side=("token_positions",), uses=(body.wpe,), on_shard=True)
         return b.build(b.dropout("dropout", body.drop, x))
 
     def layer(self, b: Builder, layer: Any) -> Unit:
@@ -54,7 +54,7 @@ class GPT2(Family):
         h = b.norm("mlp.norm", layer.ln_2, x)
         h = b.all_gather("mlp.gather", h)
         (h,) = b.column_parallel("mlp.up", {"up": mlp.c_fc}, h)
-        h = b.segment("mlp.act", mlp.act, h)
+        h = b.autograd("mlp.act", mlp.act, h)
         h = b.row_parallel("mlp.down", mlp.c_proj, h)
         h = b.reduce_scatter("mlp.scatter", h)
         h = b.dropout("mlp.dropout", mlp.dropout, h)

@@ -84,7 +84,7 @@ class Llama(Family):
         h = b.all_gather("mlp.gather", h)
         gate, up = b.column_parallel("mlp.up", {"gate": mlp.gate_proj, "up": mlp.up_proj}, h)
         silu = GatedSilu(lambda: is_silu(mlp.act_fn))
-        h = b.segment("mlp.act", lambda gate, up: mlp.act_fn(gate) * up, gate, up, uses=(mlp.act_fn,), explicit=silu)
+        h = b.autograd("mlp.act", lambda gate, up: mlp.act_fn(gate) * up, gate, up, uses=(mlp.act_fn,), explicit=silu)
         h = b.row_parallel("mlp.down", mlp.down_proj, h)
         h = b.reduce_scatter("mlp.scatter", h)
         return b.add("mlp.add", x, h)

@@ -32,7 +32,7 @@ class Phimoe(Llama):
     model_class = "PhimoeForCausalLM"
 
     def layer(self, b: Builder, layer: Any) -> Unit:
-        balanced = layer.self_attn.config.output_router_logits and not b.loss_tweaks.own
+        balanced = layer.self_attn.config.output_router_logits and not b.loss_tweaks.ends_at_decoder
         x = b.input("x")
         balance = b.input(BALANCE) if balanced else None
         x = self.attention(b, layer, x)
@@ -49,7 +49,7 @@ class Phimoe(Llama):
         router, noise = mlp.router, mlp.input_jitter_noise
         meter = RouterMeter(config.num_local_experts, b.tp)
         b.meters.append(meter)
-        record = RouterRecord(meter, config.num_experts_per_tok if balanced else None, b.loss_tweaks.own)
+        record = RouterRecord(meter, config.num_experts_per_tok if balanced else None, b.loss_tweaks.ends_at_decoder)
 
         def route(h: Tensor, **side: Any) -> Tensors:
             tokens = h.flatten(0, 1)
@@ -61,7 +61,7 @@ class Phimoe(Llama):
             return (*jittered, weights, *part, chosen)
 
         names = ["mlp.jittered"] * (noise > 0) + ["mlp.weights", *record.names(b, "mlp")]
-        outputs = b.segment_outputs(
+        outputs = b.autograd_outputs(
             "mlp.router",
             route,
             names,

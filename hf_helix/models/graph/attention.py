@@ -234,7 +234,7 @@ def declare_attention(
     if b.cp.size == 1:
         is_lowered = module.config._attn_implementation == "sdpa"  # by autocast, one kernel later
         attention.heads = b.compiled(_in_type_of_values(attention.heads) if is_lowered else attention.heads)
-        return b.segment(
+        return b.autograd(
             name,
             attention,
             *values,
@@ -259,7 +259,7 @@ def declare_attention(
 
     outputs = (f"{name}.q", f"{name}.kv")
     read: Any = {"side": side, "uses": uses, "cut": cut}
-    q, kv = b.segment_outputs(f"{name}.rotate", rotate, outputs, *values, **read, on_shard=True, frees_inputs=True)
+    q, kv = b.autograd_outputs(f"{name}.rotate", rotate, outputs, *values, **read, on_shard=True, frees_inputs=True)
     return _shared_attention(b, q, kv, kernel, attention, sinks)
 
 
@@ -297,7 +297,7 @@ def _shared_attention(
             saved_for_backward=(q, kv, *outputs),
             relative_cost=ATTENTION,
         )
-    b.place([sinks], CUT_DIM_0)
+    b.record_cut([sinks], CUT_DIM_0)
     join = JoinBlocks(value_dtype(attention.module), attention.value_dim, sinks)
     saved = () if sinks is None else outputs
     return b.declare("attention.join", join, value, outputs, saved_for_backward=saved)[0]

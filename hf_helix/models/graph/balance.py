@@ -53,7 +53,7 @@ class Balance:
         def nothing(counted: Tensor) -> Tensor:
             return torch.zeros(shape, device=counted.device)
 
-        return b.segment(BALANCE, nothing, side=(COUNTED,))
+        return b.autograd(BALANCE, nothing, side=(COUNTED,))
 
     def add_loss(self, b: Builder, loss: str, balance: str) -> str:
         """Adds the load-balancing loss to the loss, in the unit of the head.
@@ -73,7 +73,7 @@ class Balance:
             # Each cp rank has the sums of the full sequence; losses of the ranks are added up, gradients are not.
             return loss + extra - extra.detach() * (1 - 1 / cp_size)
 
-        return b.segment("loss.balanced", add, loss, balance, side=(ROWS, BALANCE_SCALE))
+        return b.autograd("loss.balanced", add, loss, balance, side=(ROWS, BALANCE_SCALE))
 
     def empty(self, device: torch.device) -> Tensor:
         """Allocates the two sums that a layer passes on."""
@@ -89,7 +89,7 @@ def add_part(b: Builder, balance: str, part: str | None) -> str:
         part: the sums of this layer; None for a layer without a router.
     """
     if part is None:
-        return b.segment(f"{BALANCE}.pass", torch.clone, balance)
+        return b.autograd(f"{BALANCE}.pass", torch.clone, balance)
     return b.add(f"{BALANCE}.add", balance, part)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hf_helix.models.graph.context import GEMM, LIGHT, TRANSFER, LossTweaks, ParallelContext
 from hf_helix.models.peft import Unwrapped, unwrap_peft
 from hf_helix.models.stock_modules import is_rms_norm
+from hf_helix.operators.autograd_operator import Add, AutogradOperator, Dropout, SumOfParts, cast_for_matmul, compiled
 from hf_helix.operators.base import SplitComputation, TensorOperator, Tensors
 from hf_helix.operators.communication.collectives import AllGather, AllGatherReplicated, ReduceScatter
 from hf_helix.operators.communication.transport import Axis
@@ -24,7 +25,6 @@ from hf_helix.operators.linears.four_bit import FourBit
 from hf_helix.operators.linears.linear import Linear, Projection
 from hf_helix.operators.moe.dispatch import RouterMeter
 from hf_helix.operators.param_shard import COPIED, COPIED_SUMMED, CUT_DIM_0, CUT_DIM_1, Placement, cut_bounds
-from hf_helix.operators.segment import Add, Dropout, Segment, SumOfParts, cast_for_matmul, compiled
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.vocab_parallel import TokenStatistics, cross_entropy, lookup, noisy
 from hf_helix.operators.vocab_tiles import Deferred, HeadInTiles
@@ -50,7 +50,7 @@ class Builder:
 
     Attributes:
         meters: counters of the unit's routers.
-        called: the submodules called by operators as they are.
+        modules_run_as_is: the submodules called by operators as they are.
         logits: the value read by the loss; None in units without a loss.
         shown: the values that a caller of the decoder may read, see `Graph`.
     """
@@ -73,7 +73,7 @@ class Builder:
         self.vocabulary = sharing.vocabulary or sharing.tp
         self.repeats = repeats
         self.meters: list[RouterMeter] = []
-        self.called: list[nn.Module] = []
+        self.modules_run_as_is: list[nn.Module] = []
         self.logits: str | None = None
         self.shown: list[str] = []
         self._declared: list[Operator] = []
@@ -121,7 +121,7 @@ class Builder:
         def join(parts: Tensor) -> Tensor:
             return parts.unflatten(0, (axis.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
 
-        return self.declare(name, Segment(join), (value,), relative_cost=LIGHT / 2)[0]
+        return self.declare(name, AutogradOperator(join), (value,), relative_cost=LIGHT / 2)[0]
 
     def take_part(self, name: str, value: str) -> str:
         """Adds the cut of a full sequence that every rank has: this rank's part. The gradient is a partial sum."""
@@ -131,7 +131,7 @@ class Builder:
         def take(whole: Tensor) -> Tensor:
             return whole.chunk(self.tp.size)[self.tp.rank].contiguous()
 
-        return self.declare(name, Segment(take), (value,), relative_cost=LIGHT / 2)[0]
+        return self.declare(name, AutogradOperator(take), (value,), relative_cost=LIGHT / 2)[0]
 
     def sum_over_ranks(self, name: str, value: str) -> str:
         """Adds the sum of a small value [tokens, ...] over the tensor-parallel ranks; each rank uses the sum in its own
@@ -188,7 +188,7 @@ class Builder:
         self._tensor_operators[name] = tensor_operator
         return operator.writes
 
-    def place(self, parameters: Iterable[Tensor | None], placement: Placement) -> None:
+    def record_cut(self, parameters: Iterable[Tensor | None], placement: Placement) -> None:
         """Records the placement of parameters.
 
         Raises:
@@ -230,13 +230,14 @@ class Builder:
             label=self.label,
             placements=self._placements,
             meters=tuple(self.meters),
-            called=tuple(self.called),
+            modules_run_as_is=tuple(self.modules_run_as_is),
             logits=self.logits,
-            loss_shape=None if self.loss_tweaks.own else (3,) if self.loss_tweaks.figures else (),
+            loss_shape=(3,) if self.loss_tweaks.figures else (),
+            ends_at_decoder=self.loss_tweaks.ends_at_decoder,
             above=self._above,
         )
 
-    def segment_outputs(
+    def autograd_outputs(
         self,
         name: str,
         function: Callable[..., Tensor | Tensors],
@@ -267,31 +268,31 @@ class Builder:
                 with its cut. Parameters of `uses` may be among them.
             on_shard: whether the inputs are this rank's part of the sequence or of the heads; then gradients of the
                 parameters that are not cut are summed over the ranks.
-            draws: returns whether the function draws random numbers, see `Segment`.
+            draws: returns whether the function draws random numbers, see `AutogradOperator`.
             non_differentiable: the names of further outputs without gradient (indices).
             compiles: whether `HelixConfig(compile=True)` compiles the function; never if the function draws.
             explicit: runs in place of the function, unless the function is compiled.
             relative_cost: a rough time relative to other operators.
-            frees_inputs: see `Segment`.
-            elementwise: see `Segment`.
+            frees_inputs: see `AutogradOperator`.
+            elementwise: see `AutogradOperator`.
         """
         parameters = self._parameters(function, uses, cut, on_shard)
         runs = self.compiled(function) if compiles and not draws else function
         plain, kept = tuple(non_differentiable), explicit if runs is function else None
-        segment = Segment(
+        operator = AutogradOperator(
             runs, parameters, side, draws, len(plain), kept, frees_inputs=frees_inputs, elementwise=elementwise
         )
         fields: dict[str, Any] = {"non_differentiable": plain, "recompute_when_selective": True}
-        return self.declare(name, segment, inputs, (*outputs, *plain), relative_cost=relative_cost, **fields)
+        return self.declare(name, operator, inputs, (*outputs, *plain), relative_cost=relative_cost, **fields)
 
-    def segment(self, name: str, function: Callable[..., Tensor | Tensors], *inputs: str, **options: Any) -> str:
-        """Adds a function of one output; see `segment_outputs` for the options."""
-        return self.segment_outputs(name, function, (name,), *inputs, **options)[0]
+    def autograd(self, name: str, function: Callable[..., Tensor | Tensors], *inputs: str, **options: Any) -> str:
+        """Adds a function of one output; see `autograd_outputs` for the options."""
+        return self.autograd_outputs(name, function, (name,), *inputs, **options)[0]
 
     def indices(self, name: str, function: Callable[..., Any], *inputs: str, **options: Any) -> str:
-        """Adds a function of one output without gradient; see `segment_outputs` for the options."""
+        """Adds a function of one output without gradient; see `autograd_outputs` for the options."""
         options |= {"on_shard": True, "non_differentiable": (name,)}
-        return self.segment_outputs(name, function, (), *inputs, **options)[0]
+        return self.autograd_outputs(name, function, (), *inputs, **options)[0]
 
     def norm(self, name: str, module: nn.Module, value: str, lowers: bool = True) -> str:
         """Adds a norm over this rank's part of the sequence.
@@ -305,7 +306,7 @@ class Builder:
             return cast_for_matmul(module(value)) if lowers else module(value)
 
         explicit = RmsNorm(module, is_rms_norm, lowers)
-        return self.segment(name, norm, value, uses=(module,), on_shard=True, explicit=explicit)
+        return self.autograd(name, norm, value, uses=(module,), on_shard=True, explicit=explicit)
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the function as run under autograd: compiled with `HelixConfig(compile=True)`."""
@@ -396,12 +397,12 @@ class Builder:
                 f"{type(table.module).__name__}: the noise comes behind all that the embedding does, and is built for "
                 "plain torch.nn.Embedding; use neftune_noise_alpha=None"
             )
-        self.place([copy.weight for copy in table.copies], CUT_DIM_0)
+        self.record_cut([copy.weight for copy in table.copies], CUT_DIM_0)
         for adapter in table.all_adapters():
-            self.place([adapter.down], CUT_DIM_1)
-            self.place([adapter.up], COPIED_SUMMED)
-        segment = _lookup_segment(table, embedding, self.vocabulary, self.loss_tweaks.neftune_alpha, change)
-        return self.declare(name, segment, ())[0]
+            self.record_cut([adapter.down], CUT_DIM_1)
+            self.record_cut([adapter.up], COPIED_SUMMED)
+        operator = _lookup_operator(table, embedding, self.vocabulary, self.loss_tweaks.neftune_alpha, change)
+        return self.declare(name, operator, ())[0]
 
     def loss(self, name: str, logits: str, vocab_size: int) -> str:
         """Adds the cross-entropy of logits cut by vocabulary. Reads side inputs `targets` and `loss_scale`.
@@ -427,7 +428,7 @@ class Builder:
         )
         (value,) = self.declare(f"{name}.statistics", statistics, (logits,), relative_cost=GEMM)
         value = self.replicate(f"{name}.gather", value, self.tp)
-        return self.segment(name, cross_entropy, value, side=("targets", "loss_scale"))
+        return self.autograd(name, cross_entropy, value, side=("targets", "loss_scale"))
 
     def _head_in_tiles(self, logits: str) -> HeadInTiles | None:
         """Returns the linear of the head and a function behind it, for a loss in tiles, and defers both; None where
@@ -446,7 +447,7 @@ class Builder:
                 for name in chain:
                     self._tensor_operators[name] = Deferred(self._tensor_operators[name], head)
                 return head
-            if change is not None or not (isinstance(operator, Segment) and operator.elementwise):
+            if change is not None or not (isinstance(operator, AutogradOperator) and operator.elementwise):
                 return None
             change, (value,) = operator.function, op.reads
         return None
@@ -465,7 +466,7 @@ class Builder:
             self._place_linear(unwrap_peft(head, self.label), CUT_DIM_0, CUT_DIM_0, down=COPIED, up=CUT_DIM_0)
         if below is not None:
             known = {*below, *self._placements}
-            self.place([parameter for parameter in model.parameters() if parameter not in known], COPIED)
+            self.record_cut([parameter for parameter in model.parameters() if parameter not in known], COPIED)
         self._above = self._placements.keys() - read
 
     def _collective(
@@ -505,12 +506,12 @@ class Builder:
         if linear.four_bit is not None:
             self._check_blocks(linear.four_bit, matrix)
             weights.append(linear.four_bit.absmax)
-        self.place(weights, matrix)
-        self.place([copy.bias for copy in linear.copies], bias)
+        self.record_cut(weights, matrix)
+        self.record_cut([copy.bias for copy in linear.copies], bias)
         for adapter in linear.all_adapters():
-            self.place([adapter.down], down)
-            self.place([adapter.up], up)
-            self.place([adapter.bias], bias)
+            self.record_cut([adapter.down], down)
+            self.record_cut([adapter.up], up)
+            self.record_cut([adapter.bias], bias)
 
     def _check_blocks(self, weight: FourBit, matrix: Placement) -> None:
         """Refuses a cut of a weight in 4 bits through its blocks."""
@@ -530,14 +531,14 @@ class Builder:
         """Returns the parameters differentiated by a function under autograd: full copies, and cut parameters."""
         if isinstance(function, nn.Module):
             uses = () if any(function is each for each in cut) else (function,)
-        self.called += [used for used in (*uses, *cut) if isinstance(used, nn.Module)]
+        self.modules_run_as_is += [used for used in (*uses, *cut) if isinstance(used, nn.Module)]
         placed = dict(each for each in cut if isinstance(each, tuple))
         rows = _parameters_of([each for each in cut if not isinstance(each, tuple)])
         copied, shares = _parameters_of(uses), dict.fromkeys([*rows, *placed])
         copies = [parameter for parameter in copied if parameter not in shares]
-        self.place(copies, COPIED_SUMMED if on_shard else COPIED)
+        self.record_cut(copies, COPIED_SUMMED if on_shard else COPIED)
         for parameter in shares:
-            self.place([parameter], placed.get(parameter, CUT_DIM_0))
+            self.record_cut([parameter], placed.get(parameter, CUT_DIM_0))
         return list(copied | shares)
 
 
@@ -560,14 +561,14 @@ def _linear(linears: Sequence[Unwrapped], adds_bias: bool = True) -> Linear:
     )
 
 
-def _lookup_segment(
+def _lookup_operator(
     table: Unwrapped,
     embedding: nn.Module,
     axis: Axis,
     neftune_alpha: float | None,
     change: Callable[[Tensor], Tensor] | None,
-) -> Segment:
-    """Returns the segment of a lookup in a table with adapters; `embedding` has the training mode."""
+) -> AutogradOperator:
+    """Returns the operator of a lookup in a table with adapters; `embedding` has the training mode."""
     num_rows = table.weight.shape[0]
     first, _ = cut_bounds(num_rows, axis.size, axis.rank)
     padding = table.module.padding_idx
@@ -590,5 +591,5 @@ def _lookup_segment(
     reads = table.lora is not None  # the gradient of a table does not depend on the table's contents
     if neftune_alpha is not None and axis.rank == 0:  # one of the partial sums brings the noise
         draws, side = (lambda: embedding.training), ("ids", "length")
-        return Segment(find_noisy, parameters, side, draws=draws, backward_reads=reads)
-    return Segment(find, parameters, ("ids",), backward_reads=reads)
+        return AutogradOperator(find_noisy, parameters, side, draws=draws, backward_reads=reads)
+    return AutogradOperator(find, parameters, ("ids",), backward_reads=reads)

@@ -59,10 +59,11 @@ class LossTweaks:
         label_smoothing: `TrainingArguments.label_smoothing_factor`; applies in evaluation, too.
         neftune_alpha: `TrainingArguments.neftune_noise_alpha`; applies in training only.
         figures: whether entropy and accuracy are computed with the loss, see `cross_entropy`.
-        own: whether the caller's own code computes the loss, so that the last unit ends at the decoder's output.
+        ends_at_decoder: whether the last unit ends at the decoder's output, since the caller's own code computes the
+            loss.
     """
 
     label_smoothing: float = 0.0
     neftune_alpha: float | None = None
     figures: bool = False
-    own: bool = False
+    ends_at_decoder: bool = False

@@ -257,10 +257,10 @@ def declare_experts(
     rows = way.linear("up", up, form.parameter(module, form.up_bias), form.is_transposed, rows, sizes)
     # Every rank has its own experts' rows, so gradients of parameters shared by all experts are summed.
     children = [child for key, child in module.named_children() if key != form.norm]
-    rows = b.segment(f"{name}.act", form.activation(module), rows, uses=children, on_shard=True)
+    rows = b.autograd(f"{name}.act", form.activation(module), rows, uses=children, on_shard=True)
     rows = way.linear("down", down, form.parameter(module, form.down_bias), form.is_transposed, rows, sizes)
     if form.norm is not None:
-        rows = b.segment(f"{name}.norm", getattr(module, form.norm), rows, on_shard=True)
+        rows = b.autograd(f"{name}.norm", getattr(module, form.norm), rows, on_shard=True)
     rows = way.combine(rows, counts)
     collect = (Unpermute if b.sharing.capacity_factor is None else UnpermuteFromCapacity)(down.dtype)
     return way.declare("unpermute", collect, (rows, weights, places), ("out",))[0]
@@ -343,7 +343,7 @@ class _Way:
     ) -> str:
         """Adds the linears of all experts of this rank: weights [experts, features out, features in], or transposed
         [experts, features in, features out], and biases [experts, features out]."""
-        self.b.place([weight, bias], CUT_EXPERTS)
+        self.b.record_cut([weight, bias], CUT_EXPERTS)
         return self.declare(
             key,
             GroupedLinear(weight, self.row_counts, bias, transposed),

@@ -19,7 +19,7 @@ from hf_helix.models.lowering.segment_function import SegmentFunction
 from hf_helix.models.lowering.segment_plan import BatchFirstSegment, LocalPositionsSegment, Routing, SegmentPlan
 from hf_helix.models.placement.value_placement import FULL, PARTIAL, SHARD, features_of, is_canonical, name_of
 from hf_helix.models.trace.opaque_calls import CallKind, OpaqueCall
-from hf_helix.models.trace.trace import BATCH, PLACES, SEQUENCE, Underivable, args_of
+from hf_helix.models.trace.trace import BATCH, SEQUENCE, TOKEN_POSITIONS, Underivable, args_of
 from hf_helix.operators.moe.dispatch import COUNTED, RouterMeter
 from hf_helix.operators.param_shard import Placement
 
@@ -91,7 +91,7 @@ class ValueNames:
     ) -> tuple[Callable[..., Any], tuple[str, ...]]:
         """Returns a segment as a function over values [tokens, batch, ...], and the names of its side inputs."""
         bound = segment.bind(self.module)
-        side = tuple(name for name in segment.side if name != PLACES)
+        side = tuple(name for name in segment.side if name != TOKEN_POSITIONS)
         if not side and not mixes:
             return (
                 LocalPositionsSegment(bound, self.b.tp.rank, self.b.tp.size) if segment.side else bound
@@ -101,7 +101,7 @@ class ValueNames:
         return BatchFirstSegment(bound), (*side, "length")
 
     def _used_by(self, segment: SegmentFunction) -> dict[str, Any]:
-        """Returns the modules and parameters of a segment for `Builder.segment`: `uses` (full on all ranks) and
+        """Returns the modules and parameters of a segment for `Builder.autograd`: `uses` (full on all ranks) and
         `cut`."""
         decided = self.plan.placements.decisions.cut.items()
         cut = {
@@ -154,10 +154,10 @@ class Experts(ValueNames):
         segment, inputs = self.plan.segment(outputs)
         names = [self.value(value, SHARD) for value in inputs]
         function, side = self._function(segment, outputs, inputs)
-        of_logits = () if logits is None else (self.choices, self.b.loss_tweaks.own)
+        of_logits = () if logits is None else (self.choices, self.b.loss_tweaks.ends_at_decoder)
         record = RouterRecord(self._meter(chosen), *of_logits)
         name = self._name(weights)
-        value, *parts, choice = self.b.segment_outputs(
+        value, *parts, choice = self.b.autograd_outputs(
             name,
             Routing(function, record, self.module),
             [f"{name}.weights", *record.names(self.b, name)],

@@ -164,7 +164,7 @@ class Lowering(Experts, Mixers):
         if node is plan.handed:
             self._set(node, b.indices(self._name(node), function, *names, side=side, **self._used_by(segment)))
             return
-        name = b.segment(
+        name = b.autograd(
             self._name(node),
             function,
             *names,
@@ -271,7 +271,7 @@ class Lowering(Experts, Mixers):
         def by_heads(value: Tensor) -> Tensor:
             return value.unflatten(-1, (local, size))
 
-        self._set(node, self.b.segment(self._name(node, "heads"), by_heads, name))
+        self._set(node, self.b.autograd(self._name(node, "heads"), by_heads, name))
 
     def _layer(self, node: Node, opaque: OpaqueCall) -> None:
         raise Underivable("its layers do more than hand a value from one to the next")

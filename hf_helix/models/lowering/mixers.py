@@ -49,7 +49,7 @@ class Mixers(ValueNames):
         function, side = self._function(segment, [node], inputs, mixes=True)
         names = [self.value(value, FULL) for value in inputs]
         used = self._used_by(segment)
-        self._set(node, self.b.segment(name, function, *names, side=side, **used, **_fields(call)))
+        self._set(node, self.b.autograd(name, function, *names, side=side, **used, **_fields(call)))
 
     def _shared_convolution(self, name: str, node: Node, call: MixerCall) -> str:
         """Declares a convolution over a sequence shared by ranks: each convolves its own tokens, each of its parts of
@@ -70,7 +70,7 @@ class Mixers(ValueNames):
         def ends_of(*values: Tensor) -> Tensor:
             return given(*[cut.ends(each, count) for each in values])
 
-        ends = b.segment(
+        ends = b.autograd(
             f"{name}.ends", ends_of, *names, **self._used_by(before), on_shard=True, relative_cost=LIGHT / 2
         )
         (halo,) = b.declare(f"{name}.halo", AllGather(cp), (ends,), kind=cp.kind, relative_cost=LIGHT)
@@ -79,7 +79,7 @@ class Mixers(ValueNames):
             *own, ends = values
             return _as_tokens(convolved(_as_rows(cut.behind_ends(given(*own), ends, count)))[:, count:])
 
-        return b.segment(name, convolve, *names, halo, **self._used_by(segment), **_fields(call))
+        return b.autograd(name, convolve, *names, halo, **self._used_by(segment), **_fields(call))
 
     def _states_of_parts(self, name: str, node: Node, call: MixerCall) -> str:
         """Declares a recurrence over a sequence shared by ranks: each runs its parts of the sequence, and gathers what
@@ -98,7 +98,7 @@ class Mixers(ValueNames):
             wide, last = call.run_part(*[_as_rows(value) for value in bound(*values, **given)])
             return _as_tokens(wide), last.unflatten(0, (2, -1))
 
-        wide, last = b.segment_outputs(
+        wide, last = b.autograd_outputs(
             name,
             run_parts,
             [f"{name}.parts", f"{name}.last"],
@@ -118,7 +118,7 @@ class Mixers(ValueNames):
                 carried = (weights.transpose(1, 2).to(before.dtype) @ before).transpose(1, 2)
                 return _as_tokens(result + carried.to(result.dtype))
 
-        return b.segment(f"{name}.carried", carry, wide, states, on_shard=True)
+        return b.autograd(f"{name}.carried", carry, wide, states, on_shard=True)
 
     def _shared_mixer(self, name: str, node: Node, call: MixerCall) -> str:
         """Declares a mixer over a sequence shared by ranks: each mixes all tokens of its share of heads or channels."""
@@ -137,7 +137,7 @@ class Mixers(ValueNames):
             results = zip(moved, _as_tuple(bound(*values, **given)), strict=True)
             return tuple([torch.cat(shares_of(value, dims[key], cp.size)) for key, value in results])
 
-        parts = b.segment_outputs(
+        parts = b.autograd_outputs(
             f"{name}.split",
             split,
             [f"{name}.{value.name}.shares" for value in moved],
@@ -164,7 +164,7 @@ class Mixers(ValueNames):
             in_order = [cut.join(value) for value in values]
             return cut.parted(BatchFirstSegment(mix_share)(*in_order, length=length))
 
-        mixed = b.segment(name, mix_in_order, *there, side=("length",), **self._used_by(own), **_fields(call))
+        mixed = b.autograd(name, mix_in_order, *there, side=("length",), **self._used_by(own), **_fields(call))
         (back,) = b.declare(f"{name}.return", Exchange(cp), (mixed,), kind=cp.kind, relative_cost=TRANSFER)
         return b.join_features(f"{name}.joined", back, cp, dim)
 
@@ -189,7 +189,7 @@ class Mixers(ValueNames):
             return hide_padding(value, side[SEEN], rank)
 
         value = self.value(args_of(node)[0], where)
-        self._set(node, self.b.segment(self._name(node, "hide"), hidden, value, side=(SEEN,), compiles=False))
+        self._set(node, self.b.autograd(self._name(node, "hide"), hidden, value, side=(SEEN,), compiles=False))
 
 
 def _fields(call: MixerCall) -> dict[str, Any]:

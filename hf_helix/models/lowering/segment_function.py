@@ -58,7 +58,7 @@ class SegmentFunction:
         gate: the path of the submodule, if the function is `submodule(x) * y`; else None.
         mixes: whether the function mixes tokens.
         drops: the paths of the submodules that decide whether the function drops out values.
-        elementwise: see `Segment`.
+        elementwise: see `AutogradOperator`.
     """
 
     function: Callable[..., Any]

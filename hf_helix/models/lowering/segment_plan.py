@@ -42,15 +42,15 @@ class BatchFirstSegment:
 
 @dataclass(frozen=True)
 class LocalPositionsSegment:
-    """A segment with the positions of this rank's tokens, out of `places` [tokens of all ranks, batch or 1]."""
+    """A segment with this rank's positions, out of `token_positions` [tokens of all ranks, batch or 1]."""
 
     function: Callable[..., Any]
     rank: int
     num_ranks: int
 
-    def __call__(self, *values: Tensor, places: Tensor) -> Any:
-        count = values[0].shape[0] if values else places.shape[0] // self.num_ranks
-        return self.function(*values, places=places[self.rank * count :][:count])
+    def __call__(self, *values: Tensor, token_positions: Tensor) -> Any:
+        count = values[0].shape[0] if values else token_positions.shape[0] // self.num_ranks
+        return self.function(*values, token_positions=token_positions[self.rank * count :][:count])
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from hf_helix.models.placement.value_placement import (
     where_reduced,
 )
 from hf_helix.models.trace.opaque_calls import MASK, CallKind
-from hf_helix.models.trace.trace import HANDED, PLACES, ModuleTrace, Underivable, args_of, has_value
+from hf_helix.models.trace.trace import HANDED, TOKEN_POSITIONS, ModuleTrace, Underivable, args_of, has_value
 
 
 def infer_placements(trace: ModuleTrace, tp_size: int, hidden: ValuePlacement) -> Placements:
@@ -61,8 +61,8 @@ def _run_round(p: Placements) -> None:
     for node, (dim, blocks) in p.decisions.cut.items():
         p.values[node] = ValuePlacement(FREE, dim=dim, blocks=blocks)
     for node, name in trace.given.items():
-        if name in (PLACES, HANDED):
-            p.values[node] = ValuePlacement(SHARD if name == PLACES else FULL)
+        if name in (TOKEN_POSITIONS, HANDED):
+            p.values[node] = ValuePlacement(SHARD if name == TOKEN_POSITIONS else FULL)
     for node in trace.nodes:
         if has_value(node):
             kind = trace.kind_of(node)

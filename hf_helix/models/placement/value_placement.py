@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from hf_helix.models.trace.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of, has_value, is_tensor
 
-SHARD, FULL, PARTIAL, FREE = "shard", "whole", "partial", "free"
+SHARD, FULL, PARTIAL, FREE = "shard", "full", "partial", "free"
 
 TOKENS = (SEQUENCE, BATCH * SEQUENCE)
 """The lengths of token dimensions."""

@@ -224,7 +224,7 @@ def _concatenate(graph: Graph, whole: Node) -> None:
 # -- trace ---------------------------------------------------------------------------------------------------------
 
 
-PLACES = "places"
+TOKEN_POSITIONS = "token_positions"
 """The side input with the positions of tokens, for the embedding and the head."""
 
 SEEN = "seen"

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, Attended, AttentionKernel, AttentionMask, merge
-from hf_helix.operators.base import Call, Computation, Tensors, TransferFn
+from hf_helix.operators.base import Computation, OperatorContext, Tensors, TransferFn
 from hf_helix.operators.communication.collectives import OverAxis
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.linears.accumulate import add_to_bias_gradients
@@ -41,7 +41,7 @@ MaskTile = tuple[slice, slice, AttentionMask]
 class RingStep(OverAxis):
     """Keys and values to the next rank of the ring, from the previous rank; gradients in the other direction."""
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
+    def prepare(self, ctx: OperatorContext, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         value = inputs[0].contiguous()
         out = torch.empty_like(value)
         transport = self.axis.transport
@@ -80,21 +80,21 @@ class RingBlock(Computation):
         """The rank of these keys."""
         return (self.axis.rank - self.distance) % self.axis.size
 
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+    def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         q, kv, *before = inputs
         so_far = before[0].clone() if before else None
-        for rows, columns, seen in self._tiles(call, q):
+        for rows, columns, seen in self._tiles(ctx, q):
             k, v = kv[:, :, :, columns].unbind()
             o, lse = self.kernel.forward(q[:, :, rows], k, v, seen, self.scale)
             so_far = _with_keys(so_far, o, lse, rows, q.shape[2])
         assert so_far is not None, "a token sees itself"
         return (so_far,)
 
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+    def backward(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         gradient, q, kv, out, lse = gradients
         out = _padded(out.unflatten(-1, (q.shape[1], -1)).permute(1, 2, 0, 3), q.shape[-1])
         dq, dk, dv = _Sum(q), _Sum(kv[0]), _Sum(kv[1])
-        for rows, columns, seen in self._tiles(call, q):
+        for rows, columns, seen in self._tiles(ctx, q):
             k, v = kv[:, :, :, columns].unbind()
             do, queries, o, stats = (value[:, :, rows] for value in (gradient, q, out, lse))
             parts = self.kernel.backward(do, Attended(queries, k, v, o, stats), seen, self.scale)
@@ -105,8 +105,8 @@ class RingBlock(Computation):
         # The gradient of earlier blocks is the gradient of the result: the kernel has the statistics of all keys.
         return own if self.distance == 0 else (*own, gradient)
 
-    def _tiles(self, call: Call, q: Tensor) -> list[MaskTile]:
-        return mask_tiles(q.shape[2], self.axis, self.source, call.side, self.window, self.kernel)
+    def _tiles(self, ctx: OperatorContext, q: Tensor) -> list[MaskTile]:
+        return mask_tiles(q.shape[2], self.axis, self.source, ctx.side, self.window, self.kernel)
 
 
 class JoinBlocks(Computation):
@@ -135,19 +135,19 @@ class JoinBlocks(Computation):
     def parameters(self) -> Tensors:
         return () if self.sinks is None else (self.sinks,)
 
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+    def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         (so_far,) = inputs
-        call.saved = so_far.shape[1], so_far.shape[3] - 1
+        ctx.saved = so_far.shape[1], so_far.shape[3] - 1
         out, lse = so_far[..., :-1][..., : self.value_dim], so_far[..., -1]
         if self.sinks is not None:
             both = torch.logaddexp(lse, self.sinks.float().unsqueeze(-1))
             out, lse = out * (lse - both).exp().unsqueeze(-1), both
-        out = call.precision.cast_for_matmul(out.to(self.dtype))
+        out = ctx.precision.cast_for_matmul(out.to(self.dtype))
         return out.permute(2, 0, 1, 3).flatten(2), lse.contiguous()
 
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+    def backward(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         gradient, *results = gradients
-        (heads, size), call.saved = call.saved, None
+        (heads, size), ctx.saved = ctx.saved, None
         if self.sinks is not None and self.sinks.requires_grad:
             self._add_to_sinks(self.sinks, gradient, *results)
         return (_padded(gradient.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3), size).contiguous(),)
@@ -171,22 +171,22 @@ class GatheredBlocks(Computation):
         self.axis = axis
         self._blocks = [RingBlock(kernel, axis, distance, scale, window) for distance in range(axis.size)]
 
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+    def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         q, gathered = inputs
         parts = gathered.chunk(self.axis.size)
         so_far: Tensors = ()
         for block in self._blocks:
-            so_far = block.forward(call, q, parts[block.source], *so_far)
+            so_far = block.forward(ctx, q, parts[block.source], *so_far)
         return so_far
 
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+    def backward(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         gradient, q, gathered, out, lse = gradients
         parts = gathered.chunk(self.axis.size)
         dkvs = torch.empty_like(gathered)
         of_blocks = dkvs.chunk(self.axis.size)
         total: Tensor | None = None
         for block in reversed(self._blocks):
-            dq, dkv, *_ = block.backward(call, gradient, q, parts[block.source], out, lse)
+            dq, dkv, *_ = block.backward(ctx, gradient, q, parts[block.source], out, lse)
             of_blocks[block.source].copy_(dkv)
             total = dq if total is None else total + dq
         assert total is not None

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_helix.operators.base import Call, Communication, Tensors, TransferFn
+from hf_helix.operators.base import Communication, OperatorContext, Tensors, TransferFn
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.float8 import pack, unpack
 from hf_helix.operators.unit import Unit
@@ -41,7 +41,7 @@ class AllGather(OverAxis):
 
     in_float8: Callable[[], bool] | None = None
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
+    def prepare(self, ctx: OperatorContext, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         prepare = prepare_reduce_scatter if part is Part.B else prepare_all_gather
         if part is not Part.B and self.in_float8 is not None and self.in_float8():
             prepare = prepare_all_gather_in_float8
@@ -52,7 +52,7 @@ class AllGather(OverAxis):
 class ReduceScatter(OverAxis):
     """Partial sums [size * n, ...] to this rank's shard [n, ...] of their sum; backward is an all-gather."""
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
+    def prepare(self, ctx: OperatorContext, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         out, transfer = (prepare_all_gather if part is Part.B else prepare_reduce_scatter)(self.axis, *inputs)
         return (out,), transfer
 
@@ -61,7 +61,7 @@ class AllGatherReplicated(OverAxis):
     """Like `AllGather`, for values that every rank uses in the same way (the loss): backward takes this rank's slice,
     and communicates nothing."""
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
+    def prepare(self, ctx: OperatorContext, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         if part is Part.B:
             return (inputs[0].chunk(self.axis.size)[self.axis.rank],), lambda: None
         out, transfer = prepare_all_gather(self.axis, *inputs)
@@ -72,7 +72,7 @@ class Exchange(OverAxis):
     """All-to-all of values [size * n, ...]: block i goes to rank i, and the blocks of all ranks arrive in rank order;
     backward is the same exchange of gradients."""
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
+    def prepare(self, ctx: OperatorContext, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         values = [value.contiguous() for value in inputs]
         out, exchange = tuple([torch.empty_like(value) for value in values]), self.axis.transport.exchange
 
@@ -180,19 +180,19 @@ class PipelineTransfer(Communication):
         # A lane for each direction of each channel.
         return f"{self.boundary}{part.value}"
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
+    def prepare(self, ctx: OperatorContext, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         forward = part is Part.F
         if inputs:
             values = [value.contiguous() for value in inputs]
             # Further values may be features, of which none may be left; only then are buffers worth a look.
             looks = forward and any(value.shape[1:] == values[0].shape[1:] and len(value) for value in values[1:])
-            if looks and [out.shape for out in self.make_buffers(call.side)] != [value.shape for value in values]:
+            if looks and [out.shape for out in self.make_buffers(ctx.side)] != [value.shape for value in values]:
                 raise ValueError(
                     "the first pipeline stage has fewer layers than images add features behind; give it more with "
                     "layers_per_stage"
                 )
             return (), lambda: self.send(values, forward)
-        made = self.make_buffers(call.side)
+        made = self.make_buffers(ctx.side)
         outputs = made if forward else tuple([out for out in made if out.is_floating_point()])
         return outputs, lambda: self.receive(outputs, forward)
 

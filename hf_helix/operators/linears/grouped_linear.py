@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_helix.operators.base import Call, SplitComputation, Tensors
+from hf_helix.operators.base import OperatorContext, SplitComputation, Tensors
 from hf_helix.operators.linears.accumulate import DEVICES, add_product, started_gradient
 from hf_helix.operators.linears.linear import SMALL
 from hf_helix.operators.moe.row_counts import RowCounts
@@ -59,20 +59,20 @@ class GroupedLinear(SplitComputation):
             return 1.0
         return SMALL if any(parameter.requires_grad for parameter in self.parameters) else 0.0
 
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+    def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         rows, *sizes = inputs
-        rows = call.precision.cast_for_matmul(rows)
-        bias = None if self.bias is None else call.precision.weights.of((self.bias,), rows.dtype)
-        return (_grouped(rows, self._matrices(call, rows).transpose(1, 2), self._sizes(call, rows, sizes), bias),)
+        rows = ctx.precision.cast_for_matmul(rows)
+        bias = None if self.bias is None else ctx.precision.weights.of((self.bias,), rows.dtype)
+        return (_grouped(rows, self._matrices(ctx, rows).transpose(1, 2), self._sizes(ctx, rows, sizes), bias),)
 
-    def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
+    def input_gradient(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         gradient, *sizes = gradients
-        return (_grouped(gradient, self._matrices(call, gradient), self._sizes(call, gradient, sizes)),)
+        return (_grouped(gradient, self._matrices(ctx, gradient), self._sizes(ctx, gradient, sizes)),)
 
-    def weight_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
+    def weight_gradient(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         gradient, rows, *given = gradients
-        rows = call.precision.cast_for_matmul(rows)
-        sizes = self._sizes(call, rows, given)
+        rows = ctx.precision.cast_for_matmul(rows)
+        sizes = self._sizes(ctx, rows, given)
         if self.weight.requires_grad:
             left, right = (rows, gradient) if self.transposed else (gradient, rows)
             _add_products(started_gradient(self.weight), left, right, sizes)
@@ -80,16 +80,16 @@ class GroupedLinear(SplitComputation):
             _add_rows(started_gradient(self.bias), gradient, sizes)
         return ()
 
-    def _matrices(self, call: Call, rows: Tensor) -> Tensor:
+    def _matrices(self, ctx: OperatorContext, rows: Tensor) -> Tensor:
         """Returns the weight [experts, features out, features in] in the type of the rows."""
-        weight = call.precision.weights.of((self.weight,), rows.dtype)
+        weight = ctx.precision.weights.of((self.weight,), rows.dtype)
         return weight.transpose(1, 2) if self.transposed else weight
 
-    def _sizes(self, call: Call, rows: Tensor, sizes: Sequence[Tensor]) -> Sizes:
+    def _sizes(self, ctx: OperatorContext, rows: Tensor, sizes: Sequence[Tensor]) -> Sizes:
         """Returns the numbers of rows in the form that serves these rows."""
         if not sizes:
             return None
-        return sizes[0].cumsum(0).int() if _in_one_kernel(rows) else self.row_counts.by_expert(call, rows, sizes[0])
+        return sizes[0].cumsum(0).int() if _in_one_kernel(rows) else self.row_counts.by_expert(ctx, rows, sizes[0])
 
 
 def _grouped(rows: Tensor, matrices: Tensor, sizes: Sizes, bias: Tensor | None = None) -> Tensor:

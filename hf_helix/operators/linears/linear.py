@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_helix.operators.base import Call, SplitComputation, Tensors
+from hf_helix.operators.base import OperatorContext, SplitComputation, Tensors
 from hf_helix.operators.float8 import GRADIENTS, MULTIPLE, ROWWISE, Scaled, quantize
 from hf_helix.operators.float8 import product as scaled_product
 from hf_helix.operators.linears.accumulate import add_product, add_to_bias_gradients, add_to_gradients, product
@@ -102,38 +102,38 @@ class Linear(SplitComputation):
             return 1.0
         return SMALL if any(p.requires_grad for p in self.parameters) else 0.0
 
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+    def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         # Rows: of a transposed value (from attention) with a single sequence, torch would multiply token by token.
-        shape, value = inputs[0].shape[:-1], _rows(call.precision.cast_for_matmul(inputs[0]))
+        shape, value = inputs[0].shape[:-1], _rows(ctx.precision.cast_for_matmul(inputs[0]))
         outputs: list[Tensor] = []
-        for gemm in self._gemms(call, value.dtype):
-            dtype = gemm.dtype(call, value.dtype)
-            bias = call.precision.weights.of(gemm.biases, dtype) if self.adds_bias and gemm.biases else None
+        for gemm in self._gemms(ctx, value.dtype):
+            dtype = gemm.dtype(ctx, value.dtype)
+            bias = ctx.precision.weights.of(gemm.biases, dtype) if self.adds_bias and gemm.biases else None
             if gemm.float8 is None:
-                output = functional.linear(value.to(dtype), self._matrix(call, gemm, dtype), bias).to(value.dtype)
+                output = functional.linear(value.to(dtype), self._matrix(ctx, gemm, dtype), bias).to(value.dtype)
             else:
-                scaled = self._scaled(call, gemm, gemm.float8, dtype)
+                scaled = self._scaled(ctx, gemm, gemm.float8, dtype)
                 output = scaled_product(quantize(value, gemm.float8), scaled, dtype, fast=True)
                 output = output if bias is None else output.add_(bias)
             output = output.view(*shape, output.shape[-1])
             outputs += [output] if len(gemm.sizes) == 1 else output.split(gemm.sizes, -1)
         if self._adapters:
-            for output, adapter, mask in self._each(call, outputs):
-                adapter.add(_rows(output), value, call, mask, self.adds_bias)
+            for output, adapter, mask in self._each(ctx, outputs):
+                adapter.add(_rows(output), value, ctx, mask, self.adds_bias)
         return tuple(outputs)
 
-    def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
+    def input_gradient(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         total: Tensor | None = None
-        for gemm, parts in self._with_rows(call, gradients):
+        for gemm, parts in self._with_rows(ctx, gradients):
             kind = parts[0].dtype
             if gemm.float8 is not None:
-                scaled = self._scaled(call, gemm, gemm.float8, kind, is_backward=True)
+                scaled = self._scaled(ctx, gemm, gemm.float8, kind, is_backward=True)
                 given = quantize(join_columns(parts), gemm.float8, GRADIENTS[gemm.float8])
                 made = scaled_product(given, scaled, kind, fast=gemm.float8 == ROWWISE)
                 total = made if total is None else total.add_(made)
                 continue
-            dtype = gemm.dtype(call, kind)
-            matrices, first = self._matrix(call, gemm, dtype, is_backward=True), 0
+            dtype = gemm.dtype(ctx, kind)
+            matrices, first = self._matrix(ctx, gemm, dtype, is_backward=True), 0
             for rows in parts:
                 matrix = matrices if len(parts) == 1 else matrices.narrow(0, first, rows.shape[-1])
                 if total is None:
@@ -143,14 +143,14 @@ class Linear(SplitComputation):
                 first += rows.shape[-1]
         assert total is not None
         if self._adapters:
-            for gradient, adapter, mask in self._each(call, gradients):
-                adapter.add_input_gradient(total, _rows(gradient), call, mask)
+            for gradient, adapter, mask in self._each(ctx, gradients):
+                adapter.add_input_gradient(total, _rows(gradient), ctx, mask)
         return (total.view(*gradients[0].shape[:-1], total.shape[-1]),)
 
-    def weight_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
+    def weight_gradient(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         *of_outputs, given = gradients
-        value = _rows(call.precision.cast_for_matmul(given))
-        for gemm, parts in self._with_rows(call, of_outputs):
+        value = _rows(ctx.precision.cast_for_matmul(given))
+        for gemm, parts in self._with_rows(ctx, of_outputs):
             joined = len(parts) == 1
             for index, rows in enumerate(parts):
                 if gemm.trains_weights:
@@ -160,13 +160,13 @@ class Linear(SplitComputation):
                 if gemm.trains_biases:
                     add_to_bias_gradients(gemm.biases if joined else gemm.biases[index : index + 1], rows)
         if self._adapters:
-            for gradient, adapter, mask in self._each(call, of_outputs):
-                adapter.add_weight_gradients(value, _rows(gradient), call, mask)
+            for gradient, adapter, mask in self._each(ctx, of_outputs):
+                adapter.add_weight_gradients(value, _rows(gradient), ctx, mask)
         return ()
 
-    def _gemms(self, call: Call, dtype: torch.dtype) -> list[_Gemm]:
+    def _gemms(self, ctx: OperatorContext, dtype: torch.dtype) -> list[_Gemm]:
         """Returns the products of forward in a type, the same in a window."""
-        gemms: list[_Gemm] = call.precision.weights.once((self, dtype), lambda: self._make_gemms(dtype))
+        gemms: list[_Gemm] = ctx.precision.weights.once((self, dtype), lambda: self._make_gemms(dtype))
         return gemms
 
     def _make_gemms(self, dtype: torch.dtype) -> list[_Gemm]:
@@ -195,10 +195,12 @@ class Linear(SplitComputation):
             for linear, four_bit in zip(self.linears, self._four_bit, strict=True)
         ]
 
-    def _scaled(self, call: Call, gemm: _Gemm, recipe: str, dtype: torch.dtype, is_backward: bool = False) -> Scaled:
+    def _scaled(
+        self, ctx: OperatorContext, gemm: _Gemm, recipe: str, dtype: torch.dtype, is_backward: bool = False
+    ) -> Scaled:
         """The matrix in fp8, rounded to `dtype` before, as in every layout: [features_out, features_in]; for backward
         [features_in, features_out]."""
-        weights = call.precision.weights
+        weights = ctx.precision.weights
 
         def make() -> Scaled:
             matrix = weights.cast(gemm.weights, dtype)
@@ -207,10 +209,10 @@ class Linear(SplitComputation):
         scaled: Scaled = weights.once((recipe, is_backward, dtype, *map(id, gemm.weights)), make)
         return scaled
 
-    def _with_rows(self, call: Call, gradients: Sequence[Tensor]) -> Iterator[tuple[_Gemm, list[Tensor]]]:
+    def _with_rows(self, ctx: OperatorContext, gradients: Sequence[Tensor]) -> Iterator[tuple[_Gemm, list[Tensor]]]:
         """Yields every product with the gradients of its outputs [tokens, features]: joined, or linear by linear."""
         place = 0
-        for gemm in self._gemms(call, gradients[0].dtype):
+        for gemm in self._gemms(ctx, gradients[0].dtype):
             count = len(gemm.sizes)
             parts = [_rows(gradient) for gradient in gradients[place : place + count]]
             place += count
@@ -219,20 +221,20 @@ class Linear(SplitComputation):
     def _of_adapters(self) -> list[Tensor]:
         return [p for adapters in self._adapters for adapter in adapters.all_adapters() for p in adapter.parameters]
 
-    def _each(self, call: Call, values: Sequence[Tensor]) -> Iterator[tuple[Tensor, LowRank, Tensor | None]]:
+    def _each(self, ctx: OperatorContext, values: Sequence[Tensor]) -> Iterator[tuple[Tensor, LowRank, Tensor | None]]:
         """Yields every active adapter with the value of its linear, and with its dropout mask."""
         by_linear = zip(values, self._adapters, strict=True)
         pairs = [(value, adapter) for value, adapters in by_linear for adapter in adapters.adapters()]
         tokens = values[0].numel() // values[0].shape[-1]
-        drawn = dropout_masks(call, [adapter for _, adapter in pairs], tokens, values[0].device)
+        drawn = dropout_masks(ctx, [adapter for _, adapter in pairs], tokens, values[0].device)
         yield from ((value, adapter, mask) for (value, adapter), mask in zip(pairs, drawn, strict=True))
 
-    def _matrix(self, call: Call, gemm: _Gemm, dtype: torch.dtype, is_backward: bool = False) -> Tensor:
+    def _matrix(self, ctx: OperatorContext, gemm: _Gemm, dtype: torch.dtype, is_backward: bool = False) -> Tensor:
         """[features_out, features_in]."""
         if gemm.four_bit is not None:
             return gemm.four_bit.matrix(dtype, rounds=is_backward)
         if gemm.matrix is None:
-            weight = call.precision.weights.of(gemm.weights, dtype)
+            weight = ctx.precision.weights.of(gemm.weights, dtype)
             gemm.matrix = weight.t() if self.transposed else weight
         return gemm.matrix
 
@@ -272,9 +274,9 @@ class _Gemm:
         first, sizes = gemms[0], [size for gemm in gemms for size in gemm.sizes]
         return cls(weights, biases, sizes, first.trains_weights, first.trains_biases, float8=first.float8)
 
-    def dtype(self, call: Call, given: torch.dtype) -> torch.dtype:
+    def dtype(self, ctx: OperatorContext, given: torch.dtype) -> torch.dtype:
         """Returns the type of the product of a value in a given type."""
-        own = None if self.four_bit is None else call.precision.autocast_dtype or self.four_bit.compute_dtype
+        own = None if self.four_bit is None else ctx.precision.autocast_dtype or self.four_bit.compute_dtype
         return own or given
 
     @property

@@ -3,7 +3,7 @@
 In:   rows [tokens, features] of the linear's input and output, and of their gradients.
 Out:  the same with the adapter's part added.
 Must hold: as for `Linear`, W reads only the inputs of forward and the output gradient. Dropout masks are drawn anew at
-every use, from the call's seed, so none is kept.
+every use, from the context's seed, so none is kept.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hf_helix.operators.base import Call
+from hf_helix.operators.base import OperatorContext
 from hf_helix.operators.linears.accumulate import add_product, add_to_bias_gradients, add_to_gradients
 from hf_helix.operators.random_numbers import generator
 
@@ -41,67 +41,67 @@ class LowRank:
     def parameters(self) -> tuple[Tensor, ...]:
         return tuple(p for p in (self.down, self.up, self.bias) if p is not None)
 
-    def dtype(self, call: Call) -> torch.dtype:
+    def dtype(self, ctx: OperatorContext) -> torch.dtype:
         """Returns the type of the adapter's computation: as in PEFT the type of its weights, unless there is
         autocast."""
-        return call.precision.autocast_dtype or self.down.dtype
+        return ctx.precision.autocast_dtype or self.down.dtype
 
-    def add(self, total: Tensor, rows: Tensor, call: Call, mask: Tensor | None, adds_bias: bool) -> None:
+    def add(self, total: Tensor, rows: Tensor, ctx: OperatorContext, mask: Tensor | None, adds_bias: bool) -> None:
         """Adds the adapter's part to the linear's output.
 
         Args:
             total: the linear's output [tokens, features out]; written to.
             rows: the linear's input [tokens, features in].
-            call: the micro-batch's call of the linear.
+            ctx: the linear's, of the micro-batch.
             mask: the dropout mask of `rows`, see `dropout_masks`; None without dropout.
             adds_bias: as of `Linear`.
         """
-        dtype = self.dtype(call)
-        low = self._between(_masked(rows.to(dtype), mask), call)
-        add_product(total, low, call.precision.weights.of((self.up,), dtype).t())
+        dtype = self.dtype(ctx)
+        low = self._between(_masked(rows.to(dtype), mask), ctx)
+        add_product(total, low, ctx.precision.weights.of((self.up,), dtype).t())
         if self.bias is not None and adds_bias:
-            total.add_(call.precision.weights.of((self.bias,), dtype), alpha=self.scaling)
+            total.add_(ctx.precision.weights.of((self.bias,), dtype), alpha=self.scaling)
 
-    def add_input_gradient(self, total: Tensor, gradient: Tensor, call: Call, mask: Tensor | None) -> None:
+    def add_input_gradient(self, total: Tensor, gradient: Tensor, ctx: OperatorContext, mask: Tensor | None) -> None:
         """Adds the adapter's part to the gradient of the linear's input.
 
         Args:
             total: the gradient of `rows` [tokens, features in]; written to.
             gradient: of the linear's output [tokens, features out].
-            call: as of `add`.
+            ctx: as of `add`.
             mask: as of `add`.
         """
-        below, down = self._below(gradient, call), call.precision.weights.of((self.down,), self.dtype(call))
+        below, down = self._below(gradient, ctx), ctx.precision.weights.of((self.down,), self.dtype(ctx))
         if mask is None:
             add_product(total, below, down)
         else:
             total += (below @ down) * mask
 
-    def add_weight_gradients(self, rows: Tensor, gradient: Tensor, call: Call, mask: Tensor | None) -> None:
+    def add_weight_gradients(self, rows: Tensor, gradient: Tensor, ctx: OperatorContext, mask: Tensor | None) -> None:
         """Adds to the gradients of the adapter's trained weights.
 
         Args:
             rows: the linear's input [tokens, features in].
             gradient: of the linear's output [tokens, features out].
-            call: as of `add`.
+            ctx: as of `add`.
             mask: as of `add`.
         """
-        rows = _masked(rows.to(self.dtype(call)), mask)
+        rows = _masked(rows.to(self.dtype(ctx)), mask)
         if self.up.requires_grad:
-            add_to_gradients((self.up,), gradient.to(rows.dtype).t(), self._between(rows, call))
+            add_to_gradients((self.up,), gradient.to(rows.dtype).t(), self._between(rows, ctx))
         if self.bias is not None and self.bias.requires_grad:
             add_to_bias_gradients((self.bias,), gradient, self.scaling)
         if self.down.requires_grad:
-            add_to_gradients((self.down,), self._below(gradient, call).t(), rows)
+            add_to_gradients((self.down,), self._below(gradient, ctx).t(), rows)
 
-    def _between(self, rows: Tensor, call: Call) -> Tensor:
+    def _between(self, rows: Tensor, ctx: OperatorContext) -> Tensor:
         """The input of `up` [tokens, rank]; narrow enough to compute anew rather than keep."""
-        return (rows @ call.precision.weights.of((self.down,), rows.dtype).t()).mul_(self.scaling)
+        return (rows @ ctx.precision.weights.of((self.down,), rows.dtype).t()).mul_(self.scaling)
 
-    def _below(self, gradient: Tensor, call: Call) -> Tensor:
+    def _below(self, gradient: Tensor, ctx: OperatorContext) -> Tensor:
         """The gradient of the output of `down` [tokens, rank]."""
-        dtype = self.dtype(call)
-        return (gradient.to(dtype) @ call.precision.weights.of((self.up,), dtype)).mul_(self.scaling)
+        dtype = self.dtype(ctx)
+        return (gradient.to(dtype) @ ctx.precision.weights.of((self.up,), dtype)).mul_(self.scaling)
 
 
 class Adapters(Protocol):
@@ -115,18 +115,18 @@ class Adapters(Protocol):
 
 
 def dropout_masks(
-    call: Call, adapters: Sequence[LowRank], tokens: int, device: torch.device
+    ctx: OperatorContext, adapters: Sequence[LowRank], tokens: int, device: torch.device
 ) -> Iterator[Tensor | None]:
     """Yields the dropout mask for the rows of each adapter [tokens, features in]; None for an adapter without dropout.
-    A call always gets the same masks.
+    A context always gets the same masks.
     """
     drawn: torch.Generator | None = None
     for adapter in adapters:
         mask = None
         if adapter.dropout:
-            drawn = drawn or generator(device, call.seed)
+            drawn = drawn or generator(device, ctx.seed)
             kept = 1 - adapter.dropout
-            mask = torch.empty(tokens, adapter.down.shape[1], dtype=adapter.dtype(call), device=device)
+            mask = torch.empty(tokens, adapter.down.shape[1], dtype=adapter.dtype(ctx), device=device)
             mask.bernoulli_(kept, generator=drawn).div_(kept or 1.0)
         yield mask
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_helix.operators.base import Call, Communication, Computation, Tensors, TransferFn
+from hf_helix.operators.base import Communication, Computation, OperatorContext, Tensors, TransferFn
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.moe.row_counts import RowCounts
 from hf_helix.planning.graph.operator import Part
@@ -114,10 +114,10 @@ class ExchangeCounts(Communication):
         self.axis = axis
         self.row_counts = row_counts or RowCounts()
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
+    def prepare(self, ctx: OperatorContext, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         (counts,) = inputs
         out = torch.empty_like(counts).view(self.axis.size, -1)
-        copy = self.row_counts.expect(call, out)
+        copy = self.row_counts.expect(ctx, out)
 
         def exchange_and_copy() -> None:
             self.axis.transport.exchange(out, counts.view_as(out))
@@ -139,14 +139,14 @@ class AllToAll(Communication):
         self.back = back
         self.row_counts = row_counts or RowCounts()
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
+    def prepare(self, ctx: OperatorContext, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         rows, *counts = inputs
         rows = rows.contiguous()
         transport = self.axis.transport
         if not counts:
             out = torch.empty_like(rows)
             return (out,), lambda: transport.exchange(out, rows)
-        given, gets = self.row_counts.by_rank(call, rows, *(count.view(self.axis.size, -1) for count in counts))
+        given, gets = self.row_counts.by_rank(ctx, rows, *(count.view(self.axis.size, -1) for count in counts))
         sent, arriving = (given, gets) if self.back is (part is Part.B) else (gets, given)
         out = rows.new_empty(sum(arriving), rows.shape[-1])
         return (out,), lambda: transport.exchange_rows(out, rows, arriving, sent)
@@ -165,20 +165,20 @@ class SortByExpert(Computation):
         self.experts = experts
         self.back = back
 
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+    def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         rows, *counts = inputs
         if not counts:
             return (self._swap(rows, self.back),)
         order = self._order(counts[0], len(rows))
-        if call.training:
-            call.saved = order
+        if ctx.saves_for_backward:
+            ctx.saved = order
         if self.back:
             return (_scatter(rows, order),)
         return rows[order], counts[0].sum(0)
 
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+    def backward(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         (rows,) = gradients
-        order, call.saved = call.saved, None
+        order, ctx.saved = ctx.saved, None
         if order is None:
             return (self._swap(rows, not self.back),)
         return (rows[order] if self.back else _scatter(rows, order),)
@@ -212,19 +212,19 @@ class Permute(Computation):
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
 
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+    def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         tokens, chosen = inputs
         choices = chosen.shape[1]
         places = chosen.flatten().argsort(stable=True)
         counts = _is_of(chosen.flatten(), self.num_experts).sum(0)
-        if call.training:
-            call.saved = places, choices, tokens.shape, tokens.dtype
-        return call.precision.cast_for_matmul(tokens).flatten(0, -2)[places // choices], places, counts
+        if ctx.saves_for_backward:
+            ctx.saved = places, choices, tokens.shape, tokens.dtype
+        return ctx.precision.cast_for_matmul(tokens).flatten(0, -2)[places // choices], places, counts
 
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+    def backward(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         (rows,) = gradients
-        places, choices, shape, dtype = call.saved
-        call.saved = None
+        places, choices, shape, dtype = ctx.saved
+        ctx.saved = None
         by_token = torch.empty_like(rows)
         by_token[places] = rows
         return (by_token.unflatten(0, (-1, choices)).sum(1, dtype=dtype).view(shape),)
@@ -237,19 +237,19 @@ class Unpermute(Computation):
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
 
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+    def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         rows, weights, places = inputs
         by_token = torch.empty_like(rows)
         by_token[places] = rows
         by_token = by_token.unflatten(0, weights.shape)
-        if call.training:
-            call.saved = by_token, weights, places
-        return (_weighted_sum(call, by_token, weights, self.dtype),)
+        if ctx.saves_for_backward:
+            ctx.saved = by_token, weights, places
+        return (_weighted_sum(ctx, by_token, weights, self.dtype),)
 
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+    def backward(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         gradient = gradients[0].flatten(0, -2).unsqueeze(1)
-        by_token, weights, places = call.saved
-        call.saved = None
+        by_token, weights, places = ctx.saved
+        ctx.saved = None
         rows = (gradient * weights.unsqueeze(-1)).to(by_token.dtype).flatten(0, 1)[places]
         return rows, (by_token * gradient).sum(-1).to(weights.dtype)
 
@@ -274,11 +274,11 @@ class PermuteToCapacity(Computation):
         self.tp = tp
         self.meter = meter
 
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+    def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         tokens, chosen = inputs
         choices = chosen.shape[1]
-        capacity = capacity_of(call.side[SHARD_TOKENS], choices, self.num_experts, self.factor)
-        counted = counted_tokens(call.side, self.tp).long().repeat(choices)
+        capacity = capacity_of(ctx.side[SHARD_TOKENS], choices, self.num_experts, self.factor)
+        counted = counted_tokens(ctx.side, self.tp).long().repeat(choices)
         expert = chosen.t().flatten()
         wanted = _is_of(expert, self.num_experts).long()
         first, last = wanted * counted.unsqueeze(1), wanted * (1 - counted).unsqueeze(1)
@@ -286,21 +286,21 @@ class PermuteToCapacity(Computation):
         place = before.gather(1, expert.unsqueeze(1)).squeeze(1)
         taken = place < capacity
         row = torch.where(taken, expert * capacity + place, -1).view(choices, -1).t().contiguous()
-        flat = call.precision.cast_for_matmul(tokens).flatten(0, -2)
+        flat = ctx.precision.cast_for_matmul(tokens).flatten(0, -2)
         # The last row takes all dropped tokens.
         rows = flat.new_zeros(self.num_experts * capacity + 1, flat.shape[-1])
         for choice in row.unbind(1):
             rows[choice] = flat
         rows[-1] = 0
-        if call.training:
-            call.saved = row, tokens.shape, tokens.dtype
+        if ctx.saves_for_backward:
+            ctx.saved = row, tokens.shape, tokens.dtype
             if self.meter is not None:
                 self.meter.note_dropped((counted * ~taken).sum())
         return rows[:-1], row
 
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
-        row, shape, dtype = call.saved
-        call.saved = None
+    def backward(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
+        row, shape, dtype = ctx.saved
+        ctx.saved = None
         padded = functional.pad(gradients[0], (0, 0, 0, 1))
         return (padded[row].sum(1, dtype=dtype).view(shape),)
 
@@ -311,17 +311,17 @@ class UnpermuteFromCapacity(Computation):
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
 
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+    def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         rows, weights, row = inputs
         by_token = functional.pad(rows, (0, 0, 0, 1))[row]
-        if call.training:
-            call.saved = by_token, weights, row, len(rows)
-        return (_weighted_sum(call, by_token, weights, self.dtype),)
+        if ctx.saves_for_backward:
+            ctx.saved = by_token, weights, row, len(rows)
+        return (_weighted_sum(ctx, by_token, weights, self.dtype),)
 
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+    def backward(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         gradient = gradients[0].flatten(0, -2)
-        by_token, weights, row, length = call.saved
-        call.saved = None
+        by_token, weights, row, length = ctx.saved
+        ctx.saved = None
         rows = by_token.new_zeros(length + 1, gradient.shape[-1])
         for choice, weight in zip(row.unbind(1), weights.unbind(1), strict=True):
             rows[choice] = (gradient * weight.unsqueeze(-1)).to(rows.dtype)
@@ -333,8 +333,8 @@ def _is_of(expert: Tensor, num_experts: int) -> Tensor:
     return expert.unsqueeze(1) == torch.arange(num_experts, device=expert.device)
 
 
-def _weighted_sum(call: Call, by_token: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+def _weighted_sum(ctx: OperatorContext, by_token: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the sums [n, batch, hidden] of rows [tokens, k, hidden] times their weights [tokens, k]."""
     weights = weights.to(torch.promote_types(weights.dtype, dtype))
     sums = (by_token * weights.unsqueeze(-1)).sum(1).to(dtype)
-    return sums.unflatten(0, (-1, call.side[COUNTED].shape[1]))
+    return sums.unflatten(0, (-1, ctx.side[COUNTED].shape[1]))

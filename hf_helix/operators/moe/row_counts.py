@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_helix.operators.base import Call
+from hf_helix.operators.base import OperatorContext
 
 
 class HostCopy:
@@ -69,44 +69,44 @@ def assuming(imbalance: float) -> Iterator[None]:
 class RowCounts:
     """The counts of a layer, by micro-batch: rows given to every rank and expert, and got [ranks, experts of each]."""
 
-    def expect(self, call: Call, counts: Tensor, num_ways: int = 2) -> HostCopy | None:
+    def expect(self, ctx: OperatorContext, counts: Tensor, num_ways: int = 2) -> HostCopy | None:
         """Returns the destination for the counts of a micro-batch; None where the host knows them.
 
         Args:
-            call: of the micro-batch.
+            ctx: of the micro-batch.
             counts: of one direction [ranks, experts of each].
             num_ways: 2 for given and got rows; 1 where these are the same.
         """
-        if self in call.shared or counts.is_meta:
+        if self in ctx.shared or counts.is_meta:
             return None
-        call.shared[self] = copy = HostCopy((num_ways, *counts.shape), counts.device)
+        ctx.shared[self] = copy = HostCopy((num_ways, *counts.shape), counts.device)
         return copy
 
-    def by_rank(self, call: Call, rows: Tensor, given: Tensor, got: Tensor) -> tuple[list[int], list[int]]:
+    def by_rank(self, ctx: OperatorContext, rows: Tensor, given: Tensor, got: Tensor) -> tuple[list[int], list[int]]:
         """Returns how many rows go to every rank, and how many come from it.
 
         Args:
-            call: of the micro-batch.
+            ctx: of the micro-batch.
             rows: the rows to send, at the first call.
             given, got: [ranks, experts of each]; read where no copy was expected.
         """
-        given_rows, got_rows = self._numbers(call, len(rows), given, got)
+        given_rows, got_rows = self._numbers(ctx, len(rows), given, got)
         return [sum(row) for row in given_rows], [sum(row) for row in got_rows]
 
-    def by_expert(self, call: Call, rows: Tensor, sizes: Tensor) -> list[int]:
+    def by_expert(self, ctx: OperatorContext, rows: Tensor, sizes: Tensor) -> list[int]:
         """Returns how many rows each expert of this rank has.
 
         Args:
-            call: of the micro-batch.
+            ctx: of the micro-batch.
             rows: of all experts.
             sizes: the result on the device [experts]; read where no copy was expected.
         """
-        return [sum(column) for column in zip(*self._numbers(call, len(rows), sizes.unsqueeze(0))[-1], strict=True)]
+        return [sum(column) for column in zip(*self._numbers(ctx, len(rows), sizes.unsqueeze(0))[-1], strict=True)]
 
-    def _numbers(self, call: Call, num_rows: int, *ways: Tensor) -> Any:
+    def _numbers(self, ctx: OperatorContext, num_rows: int, *ways: Tensor) -> Any:
         if ways[0].is_meta:
-            return call.shared.setdefault(self, EvenRowCounts(num_rows, *ways[0].shape)).numbers
-        copy = self.expect(call, ways[0], len(ways))
+            return ctx.shared.setdefault(self, EvenRowCounts(num_rows, *ways[0].shape)).numbers
+        copy = self.expect(ctx, ways[0], len(ways))
         if copy is not None:
             copy.queue(*ways)
-        return call.shared[self].numbers
+        return ctx.shared[self].numbers

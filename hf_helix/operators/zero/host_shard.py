@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_helix.config import PARAMETERS
-from hf_helix.operators.base import Call, Communication, Tensors, TransferFn
+from hf_helix.operators.base import Communication, OperatorContext, Tensors, TransferFn
 from hf_helix.planning.graph.operator import Part
 
 Carry = Callable[[int, int, TransferFn], object]
@@ -62,7 +62,7 @@ class KeptOnHost(Communication):
     def __init__(self, link: HostLink) -> None:
         self._link = link
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
+    def prepare(self, ctx: OperatorContext, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         (value,) = inputs
         if part is Part.F:
             self._device = value.device

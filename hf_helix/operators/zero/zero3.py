@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_helix.operators.base import Call, Communication, Method, TensorOperator, Tensors, TransferFn
+from hf_helix.operators.base import Communication, Method, OperatorContext, TensorOperator, Tensors, TransferFn
 from hf_helix.operators.communication.transport import ReplicaAxes
 from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.unit import Unit
@@ -41,7 +41,7 @@ class GatherWeights(Communication):
     def __init__(self, flat: FlatParameter) -> None:
         self.flat = flat
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
+    def prepare(self, ctx: OperatorContext, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         buffer, gather = self.flat.prepare_gather(*inputs)
         return (buffer,), gather
 
@@ -52,7 +52,7 @@ class CopyWeights(Communication):
     def __init__(self, flat: FlatParameter) -> None:
         self.flat = flat
 
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
+    def prepare(self, ctx: OperatorContext, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         host = self.flat.host
         assert host is not None
         copy = torch.empty(host.crossing.shape, dtype=host.crossing.dtype, device=self.flat.device)
@@ -171,16 +171,16 @@ class _SavedView(NamedTuple):
 
 def with_unsharded(method: Method, unsharded: Unsharded) -> Method:
     """Returns a part of an operator, changed to unshard flat parameters before it runs."""
-    return lambda call, *inputs: _run(method, call, inputs, unsharded)
+    return lambda ctx, *inputs: _run(method, ctx, inputs, unsharded)
 
 
-def _run(method: Method, call: Call, inputs: Sequence[Tensor], unsharded: Unsharded) -> Tensors:
+def _run(method: Method, ctx: OperatorContext, inputs: Sequence[Tensor], unsharded: Unsharded) -> Tensors:
     for flat, buffer in unsharded:
         flat.unshard(buffer)
     casts = vars(unsharded[0][1]).setdefault("copies", {})  # freed with the buffer
-    with call.precision.weights.within(casts):
-        if not call.training:
-            return method(call, *inputs)
+    with ctx.precision.weights.within(casts):
+        if not ctx.saves_for_backward:
+            return method(ctx, *inputs)
         flats = {buffer.untyped_storage()._cdata: flat for flat, buffer in unsharded}
 
         def pack(value: Tensor) -> Tensor | _SavedView:
@@ -188,7 +188,7 @@ def _run(method: Method, call: Call, inputs: Sequence[Tensor], unsharded: Unshar
             return value if flat is None else _SavedView(flat, value.shape, value.stride(), value.storage_offset())
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
-            return method(call, *inputs)
+            return method(ctx, *inputs)
 
 
 def casts_of(flats: Iterable[FlatParameter]) -> Callable[[Tensor], Tensor | None]:

@@ -94,7 +94,7 @@ def backward_parts(graph: Graph) -> BackwardParts:
             weights=_seen_again(op.dgrad_weights, repeated),
             dgrad_weights=(),
             wgrad_weights=(),
-            # A segment's backward is about twice its forward; the parts of a split linear cost one forward each.
+            # A backward by autograd is about twice its forward; the parts of a split linear cost one forward each.
             relative_cost=op.relative_cost if op.splits_dgrad_wgrad or op.kind.communicates else 2 * op.relative_cost,
         )
         parts.chain.append(main)

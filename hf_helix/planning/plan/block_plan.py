@@ -20,7 +20,7 @@ from hf_helix.planning.graph.operator import Graph, Operator
 from hf_helix.planning.plan.plan import Plan, check_known, graphs_digest
 from hf_helix.planning.schedule.actions import Schedule, Slot, SyncPoints
 from hf_helix.planning.timing.profile import Profile
-from hf_helix.planning.window.instructions import Place, blocks_of, transfers_of
+from hf_helix.planning.window.instructions import UnitPass, blocks_of, transfers_of
 from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.passes import OrderedWindow
 from hf_helix.planning.window.window import NONE, Window
@@ -149,7 +149,7 @@ def _transfers(slot: Slot, window: Window, receives: bool) -> list[int]:
     """The receives or the sends of a slot."""
     return [
         window.at[microbatch][index]
-        for (microbatch, unit), action in transfers_of(slot, window.layout, receives)
+        for (microbatch, unit, _), action in transfers_of(slot, window.layout, receives)
         for index in window.pattern.of(unit, action.computation_type)
     ]
 
@@ -161,27 +161,27 @@ class _Blocks:
         self._plan, self._window = plan, window
         self._known: dict[tuple[int | None, int | None, str], list[tuple[bool, int]]] = {}
 
-    def order(self, slot: Slot, forward: Place | None, backward: Place | None) -> list[int]:
+    def order(self, slot: Slot, forward: UnitPass | None, backward: UnitPass | None) -> list[int]:
         """The order of a block of a slot."""
-        at, unit = self._window.at, (forward or backward or (0, -1))[1]
-        sides = [at[place[0]] if place else [] for place in (backward, forward)]
+        at, unit = self._window.at, (forward or backward or (0, -1, True))[1]
+        sides = [at[each[0]] if each else [] for each in (backward, forward)]
         return [
             ~unit if index == NONE else sides[is_forward][index]
             for is_forward, index in self._indices(slot, forward, backward)
         ]
 
-    def _indices(self, slot: Slot, forward: Place | None, backward: Place | None) -> list[tuple[bool, int]]:
+    def _indices(self, slot: Slot, forward: UnitPass | None, backward: UnitPass | None) -> list[tuple[bool, int]]:
         """Returns the instructions of a block in order, as indices into the pattern, each with its direction (whether
         forward); `NONE` stands for a barrier."""
         halves = slot.backward.computation_type if slot.backward else ""
         key = forward[1] if forward else None, backward[1] if backward else None, halves
         if key not in self._known:
             pattern, made = self._window.pattern, {BARRIER: [(False, NONE)]}
-            for letter, place, kind in (("F", forward, "F"), ("B", backward, halves)):
-                for index in pattern.of(place[1], kind) if place else ():
+            for letter, unit_pass, kind in (("F", forward, "F"), ("B", backward, halves)):
+                for index in pattern.of(unit_pass[1], kind) if unit_pass else ():
                     made.setdefault(pattern.names[index][1], []).append((letter == "F", index))
             units = self._window.layout.units
-            names = (units[place[1]] if place else None for place in (forward, backward))
+            names = (units[each[1]] if each else None for each in (forward, backward))
             order = self._plan.order(*names)
             # A prefetched operator of the next unit may have no entry here: it comes first. Of a split backward, only
             # one half may be here.

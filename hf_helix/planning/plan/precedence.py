@@ -24,11 +24,9 @@ from itertools import zip_longest
 from hf_helix.planning.graph.backward import GraphPair, differentiated
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.schedule.actions import Action, Schedule, Slot
+from hf_helix.planning.window.instructions import UnitPass
 from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.window import NONE, Pattern, Window, WindowArrays
-
-UnitPass = tuple[bool, int, int]
-"""A micro-batch in a unit: whether forward, the micro-batch, the unit."""
 
 Strand = Sequence[tuple[Action, bool]]
 """Actions of one direction, each with whether it may run concurrently with the one before."""
@@ -63,7 +61,7 @@ class Precedence:
         self.action, self.ahead = [-1] * len(window), [-1] * len(window)
         self._window, self._kept = window, kept
         pattern = window.pattern
-        self._chains = {key[::-1]: _Chain(span, pattern, kept, recomputed) for key, span in pattern.spans.items()}
+        self._chains = {key: _Chain(span, pattern, kept, recomputed) for key, span in pattern.spans.items()}
         passes = self._keep_order(layout)
         for slots in schedule:
             strands = _without_weights(slots)
@@ -105,8 +103,8 @@ class Precedence:
                 mine.append([place for place, index in enumerate(indices, start) if operators[index].part is Part.W])
                 for place in mine[-1]:
                     needs[place] += before
-            if computation_type != "W" and self._chains[forward, unit].indices:
-                passes.add((forward, microbatch, unit))
+            if computation_type != "W" and self._chains[unit, forward].indices:
+                passes.add((microbatch, unit, forward))
         return passes
 
     def _follow(self, strand: Strand, layout: Layout, passes: Collection[UnitPass]) -> None:
@@ -128,7 +126,7 @@ class Precedence:
             paths.append(path)
             if action.computation_type == "F":
                 ahead, number = number, len(self.layers)
-                inside = [place for each in path for place in self._places(each, self._chains[each[::2]].allocates)]
+                inside = [place for each in path for place in self._places(each, self._chains[each[1:]].allocates)]
                 self.layers.append(sum(self._kept.alloc[self._window.indices[place]] for place in inside))
                 for place in inside:
                     self.action[place], self.ahead[place] = number, ahead
@@ -149,13 +147,13 @@ class Precedence:
         Recomputations are part of the earlier unit: otherwise a deferred weight gradient and a new layer could each
         wait for memory of the other.
         """
-        left = self._places(earlier, self._chains[earlier[::2]].exits)
-        for place in self._places(unit_pass, self._chains[unit_pass[::2]].entries):
+        left = self._places(earlier, self._chains[earlier[1:]].exits)
+        for place in self._places(unit_pass, self._chains[unit_pass[1:]].entries):
             self.needs[place] += left
 
     def _places(self, unit_pass: UnitPass, indices: Iterable[int]) -> list[int]:
         """The places of pattern instructions in a pass through a unit."""
-        at = self._window.at[unit_pass[1]]
+        at = self._window.at[unit_pass[0]]
         return [at[index] for index in indices]
 
 
@@ -224,11 +222,11 @@ def _unit_passes(action: Action, layout: Layout) -> list[UnitPass]:
     """The passes through units of an action, in its order, without transfers."""
     forward = action.computation_type == "F"
     units = [unit for unit in layout.chunks[action.stage] if not layout.transfers(unit)]
-    return [(forward, action.microbatch, unit) for unit in (units if forward else reversed(units))]
+    return [(action.microbatch, unit, forward) for unit in (units if forward else reversed(units))]
 
 
 def _both_repeat(layout: Layout, *passes: UnitPass) -> bool:
-    return all(layout.graphs[layout.units[unit]].forward.repeats for _, _, unit in passes)
+    return all(layout.graphs[layout.units[unit]].forward.repeats for _, unit, _ in passes)
 
 
 # -- activation memory -------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def make_plan(
     mesh: Mapping[str, int],
     schedule: Schedule | None = None,
     progress: Progress | None = None,
-    searching: float = 1.0,
+    search_share: float = 1.0,
 ) -> Plan:
     """Returns the plan of a rule.
 
@@ -48,7 +48,7 @@ def make_plan(
         profile: the times of the operators.
         model, mesh: the model's class and the sizes of the mesh, for plan files.
         schedule: of the window of a searched plan.
-        searching: the length of a search, relative to the usual length.
+        search_share: the length of a search, relative to the usual length.
 
     Raises:
         KeyError: no rule has this name.
@@ -60,7 +60,7 @@ def make_plan(
     if rule == "greedy":
         found = defer_weight_gradients(greedy(profile), profile, schedule or usual_schedule(profile.layout))
     elif rule == "search":
-        found = search(profile, schedule, progress=progress, effort=searching)
+        found = search(profile, schedule, progress=progress, search_share=search_share)
     else:
         raise KeyError(rule)
     return PriorityPlan(rule, model, dict(mesh), graphs_digest(profile.layout.graphs), found)

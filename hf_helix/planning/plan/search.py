@@ -71,7 +71,7 @@ def search(
     schedule: Schedule | None = None,
     extra_live_layers: int | None = None,
     progress: Progress | None = None,
-    effort: float = 1.0,
+    search_share: float = 1.0,
 ) -> Priorities:
     """The best priorities found."""
     num_ranks = profile.layout.num_ranks
@@ -96,7 +96,9 @@ def search(
     for number, (layout, few, seed) in enumerate(views):
         start = first if number < len(views) - 1 else best()
         told = progress and functools.partial(_tell, progress, number, len(views))
-        improved = defer_weight_gradients(_improve(start, profile, layout, few, seed, effort, told), profile, usual)
+        improved = defer_weight_gradients(
+            _improve(start, profile, layout, few, seed, search_share, told), profile, usual
+        )
         candidates.append((improved, cost.of(improved)))
     return best()
 
@@ -128,7 +130,7 @@ def _improve(
     layout: Layout,
     schedule: Schedule,
     seed: int,
-    effort: float,
+    search_share: float,
     progress: Progress | None,
 ) -> Priorities:
     """Returns the priorities found by annealing for a window."""
@@ -142,7 +144,7 @@ def _improve(
     best = anneal(
         _Candidate(start.priority, cost(start.priority)),
         propose,
-        steps=int(effort * min(MAX_STEPS, EFFORT // cost.effort)),
+        steps=int(search_share * min(MAX_STEPS, EFFORT // cost.effort)),
         rng=random.Random(seed),
         temperature=lambda shortest: HEAT * shortest,
         target=1 + 1e-4,

@@ -98,22 +98,22 @@ def transfer_key(instruction: Instruction) -> tuple[int, bool, int]:
     return instruction.microbatch, forward, instruction.unit - (op.receives if forward else op.sends)
 
 
-Place = tuple[int, int]
-"""A micro-batch and a unit."""
+UnitPass = tuple[int, int, bool]
+"""A micro-batch going through a unit: the micro-batch, the unit, whether forward."""
 
-Pass = tuple[Place, Action]
+Pass = tuple[UnitPass, Action]
 """A micro-batch in a unit, as a part of an action."""
 
 PARTS_OF = {"F": {Part.F}, "B": set(Part) - {Part.F}, "I": set(Part) - {Part.F, Part.W}, "W": {Part.W}}
 """The parts of a unit's operators that each computation type runs."""
 
 
-def blocks_of(slot: Slot, layout: Layout) -> Iterator[tuple[Place | None, Place | None]]:
+def blocks_of(slot: Slot, layout: Layout) -> Iterator[tuple[UnitPass | None, UnitPass | None]]:
     """The i-th unit of the forward action with the i-th unit of the backward action, without transfers."""
-    forward = _places(slot.forward, layout)
-    backward = _places(slot.backward, layout)[::-1]
+    forward = _unit_passes(slot.forward, layout)
+    backward = _unit_passes(slot.backward, layout)[::-1]
     yield from zip_longest(
-        *([place for place in found if not layout.transfers(place[1])] for found in (forward, backward))
+        *([each for each in found if not layout.transfers(each[1])] for found in (forward, backward))
     )
 
 
@@ -121,35 +121,33 @@ def transfers_of(slot: Slot, layout: Layout, receives: bool) -> list[Pass]:
     """The receives of a slot, which precede its computations, or its sends, which follow them."""
     found = []
     for action in slot.actions:
-        for place in _places(action, layout):
-            graph = layout.graph(place[1], action.computation_type == "F")
+        for unit_pass in _unit_passes(action, layout):
+            graph = layout.graph(*unit_pass[1:])
             if graph.transfers and any(op.receives is receives for op in graph.operators):
-                found.append((place, action))
+                found.append((unit_pass, action))
     return found
 
 
-def _places(action: Action | None, layout: Layout) -> list[Place]:
-    return [(action.microbatch, unit) for unit in layout.chunks[action.stage]] if action else []
+def _unit_passes(action: Action | None, layout: Layout) -> list[UnitPass]:
+    if action is None:
+        return []
+    forward = action.computation_type == "F"
+    return [(action.microbatch, unit, forward) for unit in layout.chunks[action.stage]]
 
 
 def slot_passes(slot: Slot, layout: Layout) -> list[Pass]:
     """The passes of a slot: receives, then block by block forward before backward, then sends."""
     found = transfers_of(slot, layout, receives=True)
-    for places in blocks_of(slot, layout):
-        for place, action in zip(places, (slot.forward, slot.backward), strict=True):
-            if place is not None and action is not None:
-                found.append((place, action))
+    for block in blocks_of(slot, layout):
+        for unit_pass, action in zip(block, (slot.forward, slot.backward), strict=True):
+            if unit_pass is not None and action is not None:
+                found.append((unit_pass, action))
     return found + transfers_of(slot, layout, receives=False)
 
 
-def unit_instructions(layout: Layout, place: Place, forward: bool) -> list[Instruction]:
-    """The instructions of a micro-batch in a unit, in canonical order.
-
-    Args:
-        place: the micro-batch and the unit.
-        forward: whether the forward graph runs, or the backward graph.
-    """
-    microbatch, unit = place
+def unit_instructions(layout: Layout, unit_pass: UnitPass) -> list[Instruction]:
+    """The instructions of a micro-batch in a unit, in canonical order."""
+    microbatch, unit, forward = unit_pass
 
     def instruction(op: Operator) -> Instruction:
         def keys(names: Iterable[str]) -> tuple[Key, ...]:
@@ -170,19 +168,19 @@ def unit_instructions(layout: Layout, place: Place, forward: bool) -> list[Instr
     return [instruction(op) for op in layout.graph(unit, forward).operators]
 
 
-def pass_instructions(layout: Layout, place: Place, forward: bool) -> list[Instruction]:
+def pass_instructions(layout: Layout, unit_pass: UnitPass) -> list[Instruction]:
     """The instructions issued while a micro-batch passes through a unit, in canonical order.
 
     A prefetched operator (`Operator.ahead`) is listed with the unit before its own; the first unit of a rank has its
     own as well. Plans order these lists; `planning.window.passes` may move prefetched operators further forward.
     """
-    microbatch, unit = place
-    made = unit_instructions(layout, place, forward)
+    microbatch, unit, forward = unit_pass
+    made = unit_instructions(layout, unit_pass)
     if layout.transfers(unit):
         return made
     before, after = layout.neighbours(unit, forward)
     first = [each for each in made if _is_prefetched(each)] if before is None else []
-    following = unit_instructions(layout, (microbatch, after), forward) if after is not None else []
+    following = unit_instructions(layout, (microbatch, after, forward)) if after is not None else []
     prefetched = first + [each for each in following if _is_prefetched(each)]
     return prefetched + [each for each in made if not _is_prefetched(each)]
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hf_helix.planning.graph.operator import Part
-from hf_helix.planning.window.instructions import Instruction
+from hf_helix.planning.window.instructions import Instruction, UnitPass
 from hf_helix.planning.window.window import COMPUTE, NONE, Times, Window, WindowArrays
 
 BUCKET_BYTES = 25 * 2**20
@@ -37,9 +37,6 @@ MAX_COPIES = 2
 is reduced: the buffers of flat parameters, and upcasts of gradients in half precision. Computation waits for others."""
 
 Order = Sequence[int]
-
-UnitPass = tuple[int, int, bool]
-"""A micro-batch going through a unit, forward or not."""
 
 
 def run_passes(window: Window, order: Order) -> Order:

@@ -155,7 +155,7 @@ class Pattern:
         units = sorted(unit for chunk in layout.chunks.values() for unit in chunk)
         for forward in (True, False):
             for unit in units if forward else reversed(units):
-                made = pass_instructions(layout, (0, unit), forward)
+                made = pass_instructions(layout, (0, unit, forward))
                 self.spans[unit, forward] = range(len(self.instructions), len(self.instructions) + len(made))
                 self.instructions += made
         self._writers = {key: index for index, each in enumerate(self.instructions) for key in each.writes}
@@ -285,7 +285,7 @@ class Window:
             self.slots.append([])
             for slot in slots:
                 self.slots[-1].append(len(self.indices))
-                for (microbatch, unit), action in slot_passes(slot, layout):
+                for (microbatch, unit, _), action in slot_passes(slot, layout):
                     key = unit, action.computation_type
                     indices = parts[key] if key in parts else parts.setdefault(key, pattern.of(*key))
                     self._add(NumberedPass(microbatch, *key, len(self.indices), indices))

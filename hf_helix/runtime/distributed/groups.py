@@ -126,8 +126,8 @@ def broadcast_object(mine: T, source: int, ranks: Sequence[int]) -> T:
     return mine
 
 
-def make_groups(places: torch.Tensor, backend: str | None = None, use: str = COLLECTIVE) -> list[dist.ProcessGroup]:
-    """Returns the groups over those rows of `places` that contain this rank; makes a group for each row. Collective.
+def make_groups(grid: torch.Tensor, backend: str | None = None, use: str = COLLECTIVE) -> list[dist.ProcessGroup]:
+    """Returns the groups over those rows of `grid` that contain this rank; makes a group for each row. Collective.
 
     A rank outside a row spends about 0.1 ms on its group (where `init_process_group` was given a `device_id`, it must
     even take part in making the communicator), so all ranks make all groups, in one order.
@@ -137,16 +137,16 @@ def make_groups(places: torch.Tensor, backend: str | None = None, use: str = COL
         use: of the groups, see `MAX_CTAS`.
     """
     groups = []
-    for row in places.reshape(-1, places.shape[-1]).tolist():
+    for row in grid.reshape(-1, grid.shape[-1]).tolist():
         group = dist.new_group(row, backend=backend, pg_options=options_of(use) if backend is None else None)
         if dist.get_rank() in row:
             groups.append(group)
     return groups
 
 
-def group_of(places: torch.Tensor, backend: str | None = None, use: str = COLLECTIVE) -> dist.ProcessGroup:
+def group_of(grid: torch.Tensor, backend: str | None = None, use: str = COLLECTIVE) -> dist.ProcessGroup:
     """Returns the group over this rank's row, where every rank is in a row. See `make_groups`."""
-    (group,) = make_groups(places, backend, use)
+    (group,) = make_groups(grid, backend, use)
     return group
 
 

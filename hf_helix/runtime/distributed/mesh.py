@@ -374,18 +374,18 @@ def _rows_of(sizes: Mapping[str, int], dp_replicate_size: int = 1) -> dict[str, 
     dp_size, pp_size, cp_size, tp_size, ep_size = sizes.values()
     world = dp_size * pp_size * cp_size * tp_size
     # Dimensions: replicas of the experts, ep, pp, cp, tp.
-    places = torch.arange(world).view(dp_size // ep_size, ep_size, pp_size, cp_size, tp_size)
-    copies = places.unflatten(0, (dp_replicate_size, -1))
+    grid = torch.arange(world).view(dp_size // ep_size, ep_size, pp_size, cp_size, tp_size)
+    copies = grid.unflatten(0, (dp_replicate_size, -1))
     return {
-        "tp": places,
-        "cp": places.movedim(3, -1),
-        "ep": places.movedim(1, -1),
-        "dp": places.permute(2, 3, 4, 0, 1).flatten(3),
-        "pp": places.movedim(2, -1),
-        "vocabulary": places.movedim(2, 3).flatten(3),
-        "experts": places.movedim(1, 3).flatten(3),
-        "replicas": places.permute(2, 4, 0, 1, 3).flatten(2),
-        "expert_replicas": places.permute(1, 2, 4, 0, 3).flatten(3),
+        "tp": grid,
+        "cp": grid.movedim(3, -1),
+        "ep": grid.movedim(1, -1),
+        "dp": grid.permute(2, 3, 4, 0, 1).flatten(3),
+        "pp": grid.movedim(2, -1),
+        "vocabulary": grid.movedim(2, 3).flatten(3),
+        "experts": grid.movedim(1, 3).flatten(3),
+        "replicas": grid.permute(2, 4, 0, 1, 3).flatten(2),
+        "expert_replicas": grid.permute(1, 2, 4, 0, 3).flatten(3),
         "shards": copies.permute(0, 3, 5, 1, 2, 4).flatten(3),
         "expert_shards": copies.permute(0, 2, 3, 5, 1, 4).flatten(4),
         "copies": copies.movedim(0, -1),
@@ -444,14 +444,14 @@ def _axes_between_hosts(axes: Mapping[str, torch.Tensor]) -> set[str]:
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, groups.host_name(), group=groups.control_group())
     names = set()
-    for name, places in axes.items():
-        rows = places.reshape(-1, places.shape[-1]).tolist()
+    for name, grid in axes.items():
+        rows = grid.reshape(-1, grid.shape[-1]).tolist()
         if any(len({hosts[member] for member in row}) > 1 for row in rows):
             names.add(name)
     return names
 
 
-def _transport(group: dist.ProcessGroup, places: torch.Tensor, backend: str) -> Transport:
+def _transport(group: dist.ProcessGroup, grid: torch.Tensor, backend: str) -> Transport:
     if backend != groups.GLOO:
         return GroupTransport(group)
-    return GlooTransport(group, groups.group_of(places, groups.GLOO))
+    return GlooTransport(group, groups.group_of(grid, groups.GLOO))

@@ -89,19 +89,19 @@ class Pipe:
             dist.broadcast(value, self.ranks[lane.source], group=group)
 
 
-def make_pipe(places: torch.Tensor, backend: str, links: int = 1) -> Pipe:
-    """Returns the pipeline of this rank among the rows of `places`, with this number of links in a direction between
+def make_pipe(grid: torch.Tensor, backend: str, links: int = 1) -> Pipe:
+    """Returns the pipeline of this rank among the rows of `grid`, with this number of links in a direction between
     neighbours. Collective; all ranks make groups in the same order."""
-    ranks = next(row for row in places.reshape(-1, places.shape[-1]).tolist() if dist.get_rank() in row)
+    ranks = next(row for row in grid.reshape(-1, grid.shape[-1]).tolist() if dist.get_rank() in row)
     if len(ranks) == 1:
         return Pipe(ranks)
-    group = groups.group_of(places)
+    group = groups.group_of(grid)
     if backend == groups.GLOO:
-        return Pipe(ranks, group, {0: group, 1: groups.group_of(places)})
-    return Pipe(ranks, group, _lanes(places, links))
+        return Pipe(ranks, group, {0: group, 1: groups.group_of(grid)})
+    return Pipe(ranks, group, _lanes(grid, links))
 
 
-def _lanes(places: torch.Tensor, links: int) -> dict[Lane, dist.ProcessGroup]:
+def _lanes(grid: torch.Tensor, links: int) -> dict[Lane, dist.ProcessGroup]:
     """Returns a group for each direction of each P2P link of a pipeline, over its two ranks.
 
     Both ends of a link send and receive in the schedule's order, independent of other links. And such a group can
@@ -109,9 +109,9 @@ def _lanes(places: torch.Tensor, links: int) -> dict[Lane, dist.ProcessGroup]:
     own, at normal priority, and one after the other if `device_id` has made its communicator.
     """
     lanes = {}
-    for lower in range(places.shape[-1] - 1):
+    for lower in range(grid.shape[-1] - 1):
         for ends in ((lower, lower + 1), (lower + 1, lower)):
             for backward, number in itertools.product((False, True), range(links)):
-                for group in groups.make_groups(places[..., lower : lower + 2], use=groups.LANE):  # none on other ranks
+                for group in groups.make_groups(grid[..., lower : lower + 2], use=groups.LANE):  # none on other ranks
                     lanes[Lane(*ends, backward, number)] = group
     return lanes

@@ -158,8 +158,6 @@ class FlatParameterGradients:
 
 # -- reduction of buckets, norm of the gradient ----------------------------------------------------------------------
 
-Placements = Mapping[nn.Parameter, Placement]
-
 
 class GradientReducer:
     """Reduces the gradients of one window over the ranks, while backward still runs.
@@ -252,7 +250,7 @@ class GradientReducer:
             self._streams.wait(event)
         self._events = []
 
-    def _reduce(self, placements: Placements) -> None:
+    def _reduce(self, placements: Mapping[nn.Parameter, Placement]) -> None:
         tp = self._mesh.tp
         summed: list[Event] = []
         averaged = [
@@ -291,7 +289,9 @@ class GradientReducer:
             self._down[number] = gradients, event
         self._events.append(event)
 
-    def _averaged(self, placements: Placements, axis: str) -> tuple[list[nn.Parameter], dist.ProcessGroup | None]:
+    def _averaged(
+        self, placements: Mapping[nn.Parameter, Placement], axis: str
+    ) -> tuple[list[nn.Parameter], dist.ProcessGroup | None]:
         """Returns the parameters that are cut over an axis, and the group of their replicas."""
         members = {parameter: placement for parameter, placement in placements.items() if placement.mesh_axis == axis}
         return list(members), self._mesh.replica_group_of(next(iter(members.values())))
@@ -407,7 +407,9 @@ def _parts(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [part.view(gradient.shape) for gradient, part in zip(gradients, buffer.split(lengths), strict=True)]
 
 
-def gradient_norm(placements: Placements, mesh: Mesh, flats: Sequence[FlatParameter] = ()) -> Tensor:
+def gradient_norm(
+    placements: Mapping[nn.Parameter, Placement], mesh: Mesh, flats: Sequence[FlatParameter] = ()
+) -> Tensor:
     """Returns the 2-norm of the gradient of the whole model, as `clip_grad_norm_` would return it. Collective."""
     flat_of = {parameter: flat for flat in flats for parameter in flat.placements}
     counted = [

@@ -41,7 +41,7 @@ def trainer_of(folder: str, helix: dict[str, Any], model: Any, **options: Any) -
 def held(trainer: HelixTrainer) -> dict[str, Any]:
     """Everything that this rank has of a model, buffers and what is not trained included; of parameters that are
     spread, its parts."""
-    model, shards = trainer.model, trainer.helix.runner.stage.shards
+    model, shards = trainer.model, trainer.helix.runner.rank_units.shards
     result: dict[str, Any] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
         mine = shards.get(tensor, tensor)
@@ -94,7 +94,7 @@ def start_in_every_way(
         for parameter in other.parameters():
             parameter.fill_(7.0)
     again = trainer_of(folder, helix, other)
-    load_parameters(again.model, again.helix.runner.stage, again.helix.mesh, source)
+    load_parameters(again.model, again.helix.runner.rank_units, again.helix.mesh, source)
     result = {"named": named, "meta": meta, "again": again}
     return {
         "differences": {how: differences(held(trainer), expected) for how, trainer in result.items()},
@@ -113,7 +113,7 @@ def refused(folder: str, helix: dict[str, Any], source: str, model: dict[str, An
     before = held(trainer)
     source = f"{source}/{os.environ['RANK']}" if own_folder else source
     try:
-        load_parameters(trainer.model, trainer.helix.runner.stage, trainer.helix.mesh, source)
+        load_parameters(trainer.model, trainer.helix.runner.rank_units, trainer.helix.mesh, source)
     finally:
         assert not differences(held(trainer), before)
 

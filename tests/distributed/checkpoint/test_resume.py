@@ -32,7 +32,7 @@ def described(folder: str, helix: dict[str, Any], **options: Any) -> dict[str, A
     """What a checkpoint would say of the parameters."""
     trainer = make(folder, helix, **options)
     helix = trainer.helix
-    result = describe_parameters(local_parameters(helix.model, helix.runner.stage, helix.mesh), helix.mesh)
+    result = describe_parameters(local_parameters(helix.model, helix.runner.rank_units, helix.mesh), helix.mesh)
     trainer.helix.close()
     return result
 

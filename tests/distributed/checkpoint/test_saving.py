@@ -48,7 +48,7 @@ def save(folder: str, cases: dict[str, dict[str, Any]], apart: bool = False) -> 
         for name, case in cases.items():
             model = tiny(case["family"], **case.get("changes", {}))
             trainer = HelixTrainer(model=model, args=arguments(name), helix_config=HelixConfig(**case["helix"]))
-            flats = trainer.helix.runner.stage.flat_parameters
+            flats = trainer.helix.runner.rank_units.flat_parameters
             held = [*(flat.shard for flat in flats), *(flat.buffer for flat in zero1_flat_parameters(flats))]
             counter = LiveBytes([*model.parameters(), *held])
             with counted() as written, counter:

@@ -43,9 +43,9 @@ class Stepped:
         make = Zero1FlatParameter if kind == "kept" else FlatParameter
         flat = self.flat = make("w", dict.fromkeys(self.parameters.values(), COPIED), axes.gather, axes.reduce)
         flat.shard_in_place(torch.device("cpu"))
-        stage = SimpleNamespace(flat_parameters=[flat], shards=flat.shards, host_shards=[])
-        stage.mark_weights_stale = flat.mark_stale
-        step_shards(self.optimizer, stage, None)  # type: ignore[arg-type]
+        rank_units = SimpleNamespace(flat_parameters=[flat], shards=flat.shards, host_shards=[])
+        rank_units.mark_weights_stale = flat.mark_stale
+        step_shards(self.optimizer, rank_units, None)  # type: ignore[arg-type]
         self.local = {}
         for name, parameter in self.parameters.items():
             shard = FlatShard(tuple(parameter.shape), flat.owned_range(parameter)[0], flat.gather_axis, True)

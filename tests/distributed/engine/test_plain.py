@@ -73,7 +73,7 @@ def test_a_call_on_one_rank_alone(cluster_of: Any, tmp_path: Any) -> None:
     assert "the model is called without gradients" in failures[0].message
 
 
-@pytest.mark.parametrize("own_loss", [False, pytest.param(True, id="seam")])
+@pytest.mark.parametrize("own_loss", [False, pytest.param(True, id="own loss")])
 def test_arguments_and_copies(own_loss: bool, cluster_of: Any) -> None:
     for errors, said in cluster_of(2).run(called, helix={"tp_size": 2}, own_loss=own_loss):
         assert max(errors.values()) <= 1e-5, errors
@@ -160,11 +160,11 @@ def called(helix: dict[str, int], own_loss: bool) -> tuple[dict[str, float], lis
     own, whose gradients are compared, too."""
     whole = tiny(**FIVE)
     cut, config = copy.deepcopy(whole), HelixConfig(plan="greedy", **helix)
-    options = RunOptions(num_microbatches=1, loss_tweaks=LossTweaks(own=own_loss))
+    options = RunOptions(num_microbatches=1, loss_tweaks=LossTweaks(ends_at_decoder=own_loss))
     engine = Engine(cut, config, HelixPlugin(config).build_mesh(torch.device("cpu")), options, Instead("", ""))
     ids = torch.arange(1, 17).view(2, 8)
     errors = {}
-    with engine.seam.training(step=0) if engine.seam else contextlib.nullcontext():
+    with engine.called_decoder.training(step=0) if engine.called_decoder else contextlib.nullcontext():
         models = (whole, cut) if own_loss else ()
         losses = [model(input_ids=ids).logits.float().logsumexp(-1).mean() for model in models]
     if own_loss:

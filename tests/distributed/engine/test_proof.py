@@ -204,7 +204,7 @@ class Capped(Llama):
     def loss(self, b: Any, model: Any, x: str) -> str:
         h = b.all_gather("gather", b.norm("norm", self.final_norm(model), x))
         (h,) = b.column_parallel("out", {"raw": model.lm_head}, h)
-        return b.loss("loss", b.segment("cap", self.cap, h), model.lm_head.weight.shape[0])
+        return b.loss("loss", b.autograd("cap", self.cap, h), model.lm_head.weight.shape[0])
 
     def cap(self, logits: Tensor) -> Tensor:
         return capped(logits)
@@ -230,7 +230,7 @@ class NormOfWeight(Capped):
         def multiply(x: Tensor) -> Tensor:
             return nn.functional.rms_norm(x, x.shape[-1:], norm.weight)
 
-        h = b.all_gather("attn.gather", b.segment("attn.norm", multiply, x, uses=(norm,), on_shard=True))
+        h = b.all_gather("attn.gather", b.autograd("attn.norm", multiply, x, uses=(norm,), on_shard=True))
         h = b.reduce_scatter("attn.scatter", self.self_attention(b, layer.self_attn, h))
         return b.add("attn.add", x, h)
 

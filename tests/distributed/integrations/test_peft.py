@@ -41,16 +41,16 @@ def parts(folder: str, helix: dict[str, Any], model: dict[str, Any], freeze: tup
     trainer = HelixTrainer(model=made, args=arguments(folder), helix_config=HelixConfig(cache=False, **helix))
     made.train()
     trainer.helix.runner.train_window(pipeline_jobs.window_of(trainer, 2, 2, (9,)))
-    stage = trainer.helix.runner.stage
+    rank_units = trainer.helix.runner.rank_units
     return {
         "weights": {
             unit.label: [op.forward_name for op in unit.graphs.backward.operators if op.part is Part.W]
-            for unit in stage.units.values()
+            for unit in rank_units.units.values()
         },
-        "names": {unit.label: unit.name for unit in stage.units.values()},
-        "gradients": sum(p.grad.nbytes for p in stage.placements if p.grad is not None),
-        "trained": sum(p.nbytes for p in stage.placements if p.requires_grad),
-        "held": sum(p.nbytes for p in stage.placements),
+        "names": {unit.label: unit.name for unit in rank_units.units.values()},
+        "gradients": sum(p.grad.nbytes for p in rank_units.placements if p.grad is not None),
+        "trained": sum(p.nbytes for p in rank_units.placements if p.requires_grad),
+        "held": sum(p.nbytes for p in rank_units.placements),
     }
 
 

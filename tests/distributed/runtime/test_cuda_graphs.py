@@ -182,7 +182,7 @@ def engine_with(
         engine.runner.executor.streams.close()
         cuda = recorder.cuda if recorder is not None else FakeCuda()
         engine.runner.executor.streams = CudaStreams(CPU, cuda)  # in this thread, where operators are seen
-        called = [module for unit in engine.runner.stage.units.values() for module in unit.called]
+        called = [module for unit in engine.runner.rank_units.units.values() for module in unit.modules_run_as_is]
         switches = Snapshot(engine.model, called).switches
         engine.graphs = WindowGraphs(say, recorder, option, switches) if recorder is not None else None
         yield engine
@@ -567,9 +567,9 @@ def test_plans_are_chosen_by_their_replays(fastest: str, monkeypatch: Any) -> No
         trained(engine)
         assert engine.graphs is not None
         runner = engine.runner
-        meters = [meter for unit in runner.stage.units.values() for meter in unit.meters]
+        meters = [meter for unit in runner.rank_units.units.values() for meter in unit.meters]
         monkeypatch.setattr(FakeGraph, "replay", replay)
-        profile = rough_profile(runner.stage.layout)
+        profile = rough_profile(runner.rank_units.layout)
         _, result = tune(runner, engine.last_window, tier, profile=profile, graphs=engine.graphs)
         assert engine.graphs.num_captured == 0
         assert all(parameter.grad is None for parameter in engine.model.parameters())
@@ -604,14 +604,14 @@ def steps_alike(**options: Any) -> None:
     recorder = FakeRecorder()
     for captured in (None, WindowGraphs(say, recorder)):
         with one_rank(recorder.cuda, **options) as (runner, window):
-            optimizer = torch.optim.AdamW([p for p in runner.stage.stepped if p.numel()], lr=1e-2)
+            optimizer = torch.optim.AdamW([p for p in runner.rank_units.stepped if p.numel()], lr=1e-2)
             losses = []
             for _ in range(4):
                 losses.append(captured.train_window(runner, window) if captured else runner.train_window(window))
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append([runner.evaluate(window[:1])[0]])
-            result.append([torch.stack([loss for each in losses for loss in each]), *runner.stage.stepped])
+            result.append([torch.stack([loss for each in losses for loss in each]), *runner.rank_units.stepped])
     assert [graph.replays for graph in recorder.graphs] == [3]
     assert all(torch.equal(mine, wanted) for wanted, mine in zip(*result, strict=True))
 

@@ -18,7 +18,7 @@ from hf_helix.operators.communication.transport import Recorder
 from hf_helix.report.comparison import format_comparison, format_speeds, predict_around
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.runner import forget_gradients
-from hf_helix.tuning.verdict import format_scorecard
+from hf_helix.tuning.result_text import format_scorecard
 
 # What the ranks run
 
@@ -38,7 +38,7 @@ def windows(folder: str, helix: dict[str, Any], link: str) -> dict[str, Any]:
         start = time.perf_counter()
         losses = runner.train_window(window)
         seconds = time.perf_counter() - start
-        gradients = [parameter.grad.clone() for parameter in runner.stage.placements if parameter.grad is not None]
+        gradients = [parameter.grad.clone() for parameter in runner.rank_units.placements if parameter.grad is not None]
         forget_gradients(runner)
         result[str(name)] = {"losses": torch.stack(losses), "gradients": gradients, "seconds": seconds}
         if mesh.link is not None:
@@ -52,7 +52,7 @@ def windows(folder: str, helix: dict[str, Any], link: str) -> dict[str, Any]:
                 "sums": 2 * with_sums - mesh.link.out.bytes,
                 "recorded": sum(recorder.bytes_sent for recorder in recorders),
                 "tokens": sum(batch.num_tokens for batch in window),
-                "parameters": sum(parameter.nbytes for parameter in runner.stage.placements),
+                "parameters": sum(parameter.nbytes for parameter in runner.rank_units.placements),
                 "hidden": trainer.model.config.hidden_size,
             }
         trainer.helix.close()

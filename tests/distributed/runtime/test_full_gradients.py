@@ -90,7 +90,7 @@ def test_gradients_of_parameters_go_as_well(plan: str, monkeypatch: pytest.Monke
             ) as (runner, window),
         ):
             patched.setattr(FlatParameterGradients, "take", counted)
-            model += runner.stage.placements
+            model += runner.rank_units.placements
             with plain_parameters():
                 runner.train_window(window)
         most[when] = max(counts)
@@ -118,7 +118,7 @@ def gradients_of() -> list[list[torch.Tensor]]:
             patched.setattr(CpuStreams, "holds_memory", limited)
             work = Workload(config, HelixConfig(**SHARDED), torch.device("cpu"))
             work.runner.train_window(work.window(1, 2, 8))
-            shards = [shard for flat in work.runner.stage.flat_parameters for shard in flat.shards.values()]
+            shards = [shard for flat in work.runner.rank_units.flat_parameters for shard in flat.shards.values()]
             found.append([shard.grad.clone() for shard in shards])
             work.runner.executor.streams.close()
     return found

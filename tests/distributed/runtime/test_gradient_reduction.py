@@ -65,7 +65,7 @@ def reductions(
     runner, streams = trainer.helix.runner, trainer.helix.runner.executor.streams
     window = pipeline_jobs.window_of(trainer, count, 2, (9, 5, 8))
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}
-    placements = runner.stage.placements
+    placements = runner.rank_units.placements
 
     def run(runner: Runner, complete: bool) -> dict[str, Any]:
         trainer.model.zero_grad()

@@ -48,7 +48,7 @@ def held_back(folder: str, helix: dict[str, Any], frozen: Sequence[str] = ()) ->
     assert isinstance(plan, PriorityPlan)
 
     def gradients() -> dict[str, Any]:
-        result = {names[p]: p.grad.numpy().copy() for p in first.stage.placements if p.grad is not None}
+        result = {names[p]: p.grad.numpy().copy() for p in first.rank_units.placements if p.grad is not None}
         trainer.model.zero_grad()
         return result
 
@@ -61,7 +61,7 @@ def held_back(folder: str, helix: dict[str, Any], frozen: Sequence[str] = ()) ->
     }
     with buckets_of(SMALL):
         first.train_window(window, complete=False)
-        reduce_all_gradients(first.stage.units, first.mesh, first.executor.streams)
+        reduce_all_gradients(first.rank_units.units, first.mesh, first.executor.streams)
         result["expected"] = gradients()
         for held in WAYS:
             runner = first.with_plan(

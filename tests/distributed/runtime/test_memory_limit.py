@@ -29,7 +29,7 @@ def used(folder: str, helix: dict[str, Any]) -> tuple[float, int]:
     limit = memory_limit(profile, runner, False, 1.0)
     runner.executor.streams.close()
     assert limit is not None
-    return 1e9 - limit.room[runner.stage.rank], sum(flat.length for flat in runner.stage.flat_parameters)
+    return 1e9 - limit.room[runner.rank_units.rank], sum(flat.length for flat in runner.rank_units.flat_parameters)
 
 
 @plain_parameters()
@@ -41,7 +41,7 @@ def measured(folder: str, recompute: str) -> dict[str, Any]:
     profile = measure_profile(runner, window[:4], pairs=False)
     assert operator_memory(runner, window[0]).keys() <= profile.memory.keys()
     forget_gradients(runner)
-    rank, layout = runner.stage.rank, runner.layout
+    rank, layout = runner.rank_units.rank, runner.layout
     assert memory_limit(profile, runner, True, None) is None, "CPUs have no limit unless a figure is given"
     limit = memory_limit(profile, runner, False, 1.0)
     assert limit is not None

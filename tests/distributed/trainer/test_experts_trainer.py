@@ -90,7 +90,7 @@ def windows(
         window = window_of(trainer, 3, rows, lengths)
         losses = [loss.item() for loss in runner.train_window(window)]
         capped = trainer.helix_config.expert_capacity_factor is not None
-        entries = router_entries(runner.stage, trainer.helix.mesh, capped)
+        entries = router_entries(runner.rank_units, trainer.helix.mesh, capped)
         result.append({"losses": losses, "gradients": whole_gradients(trainer), "entries": entries})
         trainer.model.zero_grad()
     trainer.helix.runner.executor.streams.close()

@@ -164,8 +164,8 @@ def test_one_process_steps_on_its_host(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     trainer.train()
     assert torch.get_num_threads() == threads
-    stage, optimizer = trainer.helix.runner.stage, trainer.optimizer
-    flats = stage.flat_parameters
+    rank_units, optimizer = trainer.helix.runner.rank_units, trainer.optimizer
+    flats = rank_units.flat_parameters
     shards = [shard for flat in flats for shard in flat.shards.values()]
     with plain_parameters():
         assert len(shards) == len(list(trainer.model.parameters()))
@@ -209,7 +209,7 @@ def test_the_device_keeps_no_weights_between_windows(tmp_path: Path) -> None:
     parameters = list(trainer.model.parameters())
     with plain_parameters():
         assert all(parameter.data.untyped_storage().nbytes() <= 4 for parameter in parameters)
-        assert all(flat.unsharded is None for flat in trainer.helix.runner.stage.flat_parameters)
+        assert all(flat.unsharded is None for flat in trainer.helix.runner.rank_units.flat_parameters)
 
 
 @SLOW

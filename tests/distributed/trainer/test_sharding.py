@@ -74,16 +74,16 @@ def windows(
     whole.helix.close()
     trainer = make(folder, {**helix, **sharded, "plan": "sequential"}, model, training, freeze)
     trainer.model.train()
-    stage = trainer.helix.runner.stage
+    rank_units = trainer.helix.runner.rank_units
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}
-    flats = {parameter: flat for flat in stage.flat_parameters for parameter in flat.placements}
-    result: dict[str, Any] = {"expected": expected, "norm": norm, "plans": {}, "shards": len(stage.shards)}
+    flats = {parameter: flat for flat in rank_units.flat_parameters for parameter in flat.placements}
+    result: dict[str, Any] = {"expected": expected, "norm": norm, "plans": {}, "shards": len(rank_units.shards)}
     for plan in plans:
         with hasty():
             runner = runner_of(trainer, plan, "folded_1f1b")
         losses = [loss.item() for loss in runner.train_window(window_of(trainer, 3, 2, LENGTHS))]
         differing, errors, bits = [], [0.0], {}
-        for parameter in stage.placements:
+        for parameter in rank_units.placements:
             name, other = names[parameter], gradients[names[parameter]]
             stepped = flats[parameter].shards[parameter] if parameter in flats else parameter
             assert (stepped.grad is None) == (other is None), name
@@ -105,7 +105,7 @@ def windows(
             "left": [names[p] for p in flats if p.grad is not None or not p.isnan().all()],
         }
         forget_gradients(trainer)
-        assert all(shard.grad is None for shard in stage.shards.values())
+        assert all(shard.grad is None for shard in rank_units.shards.values())
     del result["bits"]
     trainer.helix.close()
     return result
@@ -123,8 +123,12 @@ def held(
     training = {"optim": "adamw_torch", **(training or {})}
     trainer = make(folder, {**helix, **sharded, "plan": "sequential"}, model, training)
     trainer.model.train()
-    stage, optimizer = trainer.helix.runner.stage, trainer.create_optimizer()
-    kept = [*stage.placements, *stage.stepped, *(flat.buffer for flat in zero1_flat_parameters(stage.flat_parameters))]
+    rank_units, optimizer = trainer.helix.runner.rank_units, trainer.create_optimizer()
+    kept = [
+        *rank_units.placements,
+        *rank_units.stepped,
+        *(flat.buffer for flat in zero1_flat_parameters(rank_units.flat_parameters)),
+    ]
     start = bytes_of(kept)
     trainer.helix.runner.train_window(window_of(trainer, 3, 2, (33,)))
     gradients = [parameter.grad for parameter in kept if parameter.is_leaf and parameter.grad is not None]
@@ -133,17 +137,17 @@ def held(
     forget_gradients(trainer)
     averages = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     stepped = bytes_of([*kept, *averages])
-    flats = [(flat.length, flat.gather_axis.size) for flat in stage.flat_parameters]
-    pieces = [flat.buffer.element_size() for flat in zero1_flat_parameters(stage.flat_parameters)]
-    elements = sum(parameter.numel() for parameter in stage.stepped)
-    spared = sum(map(bytes_spared, stage.flat_parameters))
+    flats = [(flat.length, flat.gather_axis.size) for flat in rank_units.flat_parameters]
+    pieces = [flat.buffer.element_size() for flat in zero1_flat_parameters(rank_units.flat_parameters)]
+    elements = sum(parameter.numel() for parameter in rank_units.stepped)
+    spared = sum(map(bytes_spared, rank_units.flat_parameters))
     trainer.helix.close()
     return {"bytes": (start, after, stepped), "flats": flats, "pieces": pieces, "elements": elements, "spared": spared}
 
 
 def forget_gradients(trainer: Any) -> None:
     """Does to what this rank steps what `zero_grad` does."""
-    for parameter in trainer.helix.runner.stage.stepped:
+    for parameter in trainer.helix.runner.rank_units.stepped:
         parameter.grad = None
 
 
@@ -164,12 +168,12 @@ def peaks(
     runner = trainer.helix.runner
     window = window_of(trainer, 2, 1, (17,))
     runner.train_window(window)  # what is made once is there, and gradients where they stay
-    flats = runner.stage.flat_parameters
+    flats = runner.rank_units.flat_parameters
     if flats:
         forget_gradients(trainer)
     else:
         trainer.model.zero_grad(set_to_none=False)
-    kept = [t for p in runner.stage.stepped for t in (p, p.grad) if t is not None]
+    kept = [t for p in runner.rank_units.stepped for t in (p, p.grad) if t is not None]
     kept += [flat.buffer for flat in zero1_flat_parameters(flats)]
     result = {}
     for name, run in {"window": runner.train_window, "forward": runner.evaluate}.items():
@@ -186,10 +190,10 @@ def tuned(folder: str, sharded: dict[str, Any], **options: Any) -> dict[str, Any
     trainer = jobs.make_trainer(folder, {**sharded, "tuning_share": 1.0}, **options)
     trainer.train()
     assert trainer.tuning is not None
-    bits = [parameter.detach().clone() for parameter in trainer.helix.runner.stage.stepped]
+    bits = [parameter.detach().clone() for parameter in trainer.helix.runner.rank_units.stepped]
     overlap, memory = trainer.helix.measure_overlap(repeats=1), trainer.helix.measure_memory()
     trainer.helix.trace(f"{folder}/trace.json")
-    stepped = trainer.helix.runner.stage.stepped
+    stepped = trainer.helix.runner.rank_units.stepped
     profile = trainer.tuning.profile
     return {
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
@@ -210,15 +214,15 @@ def profiled(folder: str, sharded: dict[str, Any], training: dict[str, Any]) -> 
     trainer = make(folder, {**sharded, "plan": "sequential"}, {"num_hidden_layers": 2}, training)
     trainer.model.train()
     runner, window = trainer.helix.runner, window_of(trainer, 2, 2, (17,))
-    stepped = runner.stage.stepped
+    stepped = runner.rank_units.stepped
     bits = [parameter.detach().clone() for parameter in stepped]
     profile = measure_profile(runner, window, pairs=False)
     names = [name for name, _ in named_gathers(runner.layout)]
     pieces = [
-        runner.stage.model[gather.units[0]].flat_parameters[gather.name].buffer.nbytes
+        runner.rank_units.all_units[gather.units[0]].flat_parameters[gather.name].buffer.nbytes
         for gather in runner.layout.gathers
     ]
-    ranks = runner.stage.flat_parameters[0].gather_axis.size
+    ranks = runner.rank_units.flat_parameters[0].gather_axis.size
     result = {
         "seconds": [profile.times[name] for name in names],
         "sent": [profile.bytes[name] for name in names],
@@ -240,7 +244,7 @@ def sent(folder: str, sharded: dict[str, Any], training: dict[str, Any], count: 
     """
     trainer = make(folder, {**sharded, "plan": "greedy"}, {}, training)
     trainer.model.train()
-    runner, first = trainer.helix.runner, trainer.helix.runner.stage.flat_parameters[0]
+    runner, first = trainer.helix.runner, trainer.helix.runner.rank_units.flat_parameters[0]
     axes = list(dict.fromkeys((first.gather_axis, first.reduce_axis)))
     recorders = [Recorder(axis.transport) for axis in axes]
     with transports(axes, recorders):
@@ -248,11 +252,11 @@ def sent(folder: str, sharded: dict[str, Any], training: dict[str, Any], count: 
     moves = [move for recorder in recorders for move in recorder.moved]
     flats = [
         (
-            [place for place, unit in runner.stage.units.items() if flat in unit.flat_parameters.values()],
+            [place for place, unit in runner.rank_units.units.items() if flat in unit.flat_parameters.values()],
             flat.length,
             (flat.cast_to or flat.shard.dtype).itemsize,
         )
-        for flat in runner.stage.flat_parameters
+        for flat in runner.rank_units.flat_parameters
     ]
     trainer.helix.close()
     return {
@@ -261,7 +265,7 @@ def sent(folder: str, sharded: dict[str, Any], training: dict[str, Any], count: 
         "gathered": recorders[0].bytes_sent,
         "moved": [(move.name, move.value[0].numel() * move.value[1].itemsize) for move in moves],
         "flats": flats,
-        "last": max(runner.stage.units),
+        "last": max(runner.rank_units.units),
         "ranks": first.gather_axis.size,
     }
 
@@ -273,7 +277,7 @@ def evaluated(folder: str, helix: dict[str, Any], training: dict[str, Any]) -> d
     trainer = make(folder, {**helix, "plan": "sequential"}, {}, training)
     runner, optimizer = trainer.helix.runner, trainer.create_optimizer()
     (batch,), window = window_of(trainer, 1, 2, (17,)), window_of(trainer, 2, 2, LENGTHS)
-    flats = list(zero1_flat_parameters(runner.stage.flat_parameters))
+    flats = list(zero1_flat_parameters(runner.rank_units.flat_parameters))
     axis = flats[0].reduce_axis if flats else None
     result: dict[str, Any] = {"losses": [], "gathers": []}
 
@@ -359,7 +363,7 @@ def waits(folder: str) -> list[tuple[str, str, bool]]:
     places = {
         runner.executor.label(batch.key[1], unit, op): (batch.key[1], unit, bool(op.ahead))
         for batch in window
-        for unit in runner.stage.units
+        for unit in runner.rank_units.units
         for forward in (True, False)
         for op in runner.layout.graph(unit, forward).operators
     }

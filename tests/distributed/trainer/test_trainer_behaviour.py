@@ -20,7 +20,7 @@ from transformers import EarlyStoppingCallback
 
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.engine.microbatches import LossScale, WindowMaker
-from hf_helix.operators.base import Call, explicit_gradients
+from hf_helix.operators.base import OperatorContext, explicit_gradients
 from hf_helix.runtime.divided import plain_parameters
 
 # -- what the ranks run ------------------------------------------------------------------------------------------------
@@ -138,8 +138,8 @@ def noise(folder: str, helix: dict[str, Any], alpha: float, model: dict[str, Any
         made = tiny(**{"num_hidden_layers": 4, **(model or {})})
         args = arguments(folder, neftune_noise_alpha=given)
         trainer = HelixTrainer(model=made, args=args, train_dataset=sequences(2), helix_config=HelixConfig(**helix))
-        stage = trainer.helix.runner.stage
-        if stage.layout.rank_of(0) != stage.rank:
+        rank_units = trainer.helix.runner.rank_units
+        if rank_units.layout.rank_of(0) != rank_units.rank:
             continue
         batch = next(iter(trainer.get_train_dataloader()))
         maker = WindowMaker(trainer.helix.base, trainer.helix.mesh)
@@ -147,8 +147,8 @@ def noise(folder: str, helix: dict[str, Any], alpha: float, model: dict[str, Any
         for mode in (True, False):
             made.train(mode)
             with explicit_gradients():
-                first = stage.model[0].graphs.forward.operators[0].name  # the lookup
-                (value,) = stage.model[0].operators[first].forward(Call(side, 5, mode))
+                first = rank_units.all_units[0].graphs.forward.operators[0].name  # the lookup
+                (value,) = rank_units.all_units[0].operators[first].forward(OperatorContext(side, 5, mode))
             result.setdefault(mode, []).append(value.numpy().copy())
         result["length"], result["hidden"] = batch["input_ids"].shape[1], made.config.hidden_size
     return result

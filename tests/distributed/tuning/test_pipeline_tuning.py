@@ -10,7 +10,7 @@ from support.pipeline_trainer_jobs import LAYERS
 from hf_helix.planning.schedule.named import FOLDED, build_schedule
 from hf_helix.planning.timing.profile_file import load_profile
 from hf_helix.tuning.budget import CANDIDATES, FULL
-from hf_helix.tuning.verdict import format_scorecard
+from hf_helix.tuning.result_text import format_scorecard
 
 pytestmark = pytest.mark.slow
 

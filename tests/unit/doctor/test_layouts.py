@@ -21,7 +21,7 @@ from hf_helix.models.graph.context import ParallelContext
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.cluster import Cluster, Host
 from hf_helix.planning.timing.sizes import Sizes
-from hf_helix.runtime.stage import cut_layers
+from hf_helix.runtime.rank_units import cut_layers
 
 # Four devices joined by links that are slow for them.
 CLUSTER = cluster_with(devices_per_node=4, device={"peak_tflops": {"bf16": 0.05}}, node={"gb_per_s": 1})

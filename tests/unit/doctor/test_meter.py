@@ -77,7 +77,7 @@ def test_views_and_allocations_are_no_kernels() -> None:
     assert len(meter.counted["here"].kernels) == 3
 
 
-def test_a_norm_inside_of_a_segment_is_a_kernel_and_two_backward() -> None:
+def test_a_norm_inside_of_an_autograd_operator_is_a_kernel_and_two_backward() -> None:
     """Not the steps that torch takes on the meta device, such as of the norms of queries and keys."""
     value, weight = meta(2, 4, 8, 16).requires_grad_(), meta(16).requires_grad_()
     meter = Meter([value, weight])

@@ -65,7 +65,7 @@ def test_one_layer_of_each_kind_stands_for_all(make: Callable[[], Any], expected
     kinds = kinds_of(model)
     assert list(kinds.kinds) == expected
     mesh = simulated_mesh({"tp": 2}).mesh
-    whole = declare(model, config, mesh, [config.recompute or "none"] * LAYERS).stage
+    whole = declare(model, config, mesh, [config.recompute or "none"] * LAYERS).rank_units
     result = counted(model, **helix)
     assert list(result.model.units) == list(whole.layout.units)
     assert result.layout.graphs == {name: whole.layout.graphs[name] for name in dict.fromkeys(whole.layout.units)}

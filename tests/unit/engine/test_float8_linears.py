@@ -25,8 +25,10 @@ def described(**model: Any) -> str:
 
 def described_of(made: Any) -> str:
     layers = list(family_of(base_of(made)).layers(base_of(made)))
-    stage = declare(made, HelixConfig(float8=True), mesh_of(HelixConfig(), "cpu"), ["none"] * len(layers)).stage
-    return describe_float8(stage.model.values(), "tensorwise", torch.device("cpu"))
+    rank_units = declare(
+        made, HelixConfig(float8=True), mesh_of(HelixConfig(), "cpu"), ["none"] * len(layers)
+    ).rank_units
+    return describe_float8(rank_units.all_units.values(), "tensorwise", torch.device("cpu"))
 
 
 def test_all_but_the_head() -> None:

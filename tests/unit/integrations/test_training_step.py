@@ -17,7 +17,7 @@ class Engine:
     """Notes the calls that settle the link, tune and train, in order; all other methods return a number."""
 
     mesh = SimpleNamespace(dp_size=1)
-    seam = None
+    ends_at_decoder = False
     limits = MagicMock()
 
     def __init__(self) -> None:

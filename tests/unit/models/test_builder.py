@@ -79,10 +79,10 @@ def test_parameters_of_segments_are_copied_or_cut() -> None:
     sinks, gain = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(3))
     norm, others = nn.LayerNorm(8), nn.Linear(2, 3)
     b = builder_of_layer()
-    b.segment("a", lambda x: x, "x", uses=(gain,), cut=(sinks,), on_shard=True)
-    b.segment("b", norm, "a", cut=(norm,))
+    b.autograd("a", lambda x: x, "x", uses=(gain,), cut=(sinks,), on_shard=True)
+    b.autograd("b", norm, "a", cut=(norm,))
     unit = b.build(
-        *b.segment_outputs("c", lambda x: (x,), ("c.x",), "b", uses=(others,), cut=(sinks, others.bias), on_shard=True)
+        *b.autograd_outputs("c", lambda x: (x,), ("c.x",), "b", uses=(others,), cut=(sinks, others.bias), on_shard=True)
     )
     rows = Placement(0, 8)
     assert unit.placements == {
@@ -93,10 +93,10 @@ def test_parameters_of_segments_are_copied_or_cut() -> None:
         norm.weight: rows,
         norm.bias: rows,
     }
-    assert unit.called == (norm, others)
+    assert unit.modules_run_as_is == (norm, others)
     assert [len(unit.operators[name].parameters) for name in "abc"] == [2, 2, 3]
     c = builder_of_layer()
-    assert c.build(c.segment("d", lambda x: x, "x", uses=(gain,))).placements == {gain: COPIED}
+    assert c.build(c.autograd("d", lambda x: x, "x", uses=(gain,))).placements == {gain: COPIED}
 
 
 def test_a_parameter_is_placed_in_one_way() -> None:
@@ -105,7 +105,7 @@ def test_a_parameter_is_placed_in_one_way() -> None:
     b.norm("a", norm, "x")
     b.norm("b", norm, "a")
     with pytest.raises(ValueError, match=r"layers.0: a parameter of shape \[8\] is declared as .* and as .*on_shard="):
-        b.segment("c", norm, "b")
+        b.autograd("c", norm, "b")
 
 
 def test_one_rank_has_the_whole_sum() -> None:

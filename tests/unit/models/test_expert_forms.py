@@ -177,7 +177,7 @@ def test_all_that_experts_have_is_cut_by_experts() -> None:
 def test_a_layer_may_have_two_modules_of_experts() -> None:
     b = Builder("layer", "layers.0", ParallelContext())
     x, weights = b.input("x"), b.input("weights")
-    (chosen,) = b.segment_outputs(
+    (chosen,) = b.autograd_outputs(
         "choose", lambda chosen: (chosen,), (), side=("chosen",), non_differentiable=("picked",)
     )
     for name in ("text", "image"):

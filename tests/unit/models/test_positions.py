@@ -24,7 +24,7 @@ def test_positions_that_count_what_is_seen() -> None:
     family = family_of(Subject.of("OPTForCausalLM").build())
     assert family.count_positions(IDS, MASK).equal(result[0])
     side = family.side_inputs(model, {"input_ids": IDS, "attention_mask": MASK}, SequenceCut(), torch.ones(()))
-    assert side["places"].equal(result[0].t())
+    assert side["token_positions"].equal(result[0].t())
     assert family.count_positions(IDS, None).equal(torch.arange(5).unsqueeze(0))
 
 

@@ -23,7 +23,7 @@ from hf_helix.operators.attention.partial import (
     TorchCpu,
 )
 from hf_helix.operators.attention.ring_attention import DOCUMENTS, RingBlock
-from hf_helix.operators.base import Call
+from hf_helix.operators.base import OperatorContext
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 
 HOPPER, SCALE = (9, 0), 0.3
@@ -226,15 +226,15 @@ def test_a_ring_over_the_kernels_of_a_gpu(packed: bool, window: int | None) -> N
     for dtype, close in ((torch.float32, 1e-5), (torch.float16, 5e-3)):
         kernel = FirstOf(Flash(HOPPER), Efficient(HOPPER))
         for rank, distance in ((0, 0), (1, 0), (0, 1), (1, 1)):
-            call, axis = Call({DOCUMENTS: documents}, 0, True), Axis(SilentTransport(2, rank))
+            ctx, axis = OperatorContext({DOCUMENTS: documents}, 0, True), Axis(SilentTransport(2, rank))
             before = () if distance == 0 else (torch.randn(2, 4, 12, 9, generator=dice),)
             out = torch.randn(12, 2, 32, generator=dice).to(dtype)
             lse = torch.randn(2, 4, 12, generator=dice) + 4
             inputs = [value.to(dtype) for value in (q, torch.stack((k, v)))]
             mine, theirs = (
                 [
-                    *(block := RingBlock(each, axis, distance, SCALE, window)).forward(call, *inputs, *before),
-                    *block.backward(call, do.to(dtype), *inputs, out, lse)[:2],
+                    *(block := RingBlock(each, axis, distance, SCALE, window)).forward(ctx, *inputs, *before),
+                    *block.backward(ctx, do.to(dtype), *inputs, out, lse)[:2],
                 ]
                 for each in (kernel, Exact())
             )

@@ -14,15 +14,15 @@ from hf_helix.models import stock_modules
 from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
-from hf_helix.operators import segment
+from hf_helix.operators import autograd_operator
 from hf_helix.operators.vocab_parallel import CHUNK, TokenStatistics
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.distributed.mesh import mesh_of
 from hf_helix.runtime.microbatch import MicroBatch
+from hf_helix.runtime.rank_units import place_units
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.stage import place_units
 from hf_helix.runtime.streams import make_streams
 
 LENGTHS = (12, 16, 9)
@@ -32,7 +32,7 @@ LENGTHS = (12, 16, 9)
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Everything of `torch.compile` but the code generator, unless a test asks for it."""
-    monkeypatch.setattr(segment, "COMPILER", "aot_eager")
+    monkeypatch.setattr(autograd_operator, "COMPILER", "aot_eager")
     torch._dynamo.reset()
     counters.clear()
     yield
@@ -42,12 +42,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Any:
 def train(model: Any, compile: bool, autocast_dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The losses of a window, and all gradients behind one another."""
     family = family_of(model.train())
-    stage = place_units(family.units(model, ParallelContext(compile=compile)))
+    rank_units = place_units(family.units(model, ParallelContext(compile=compile)))
     mesh = mesh_of(HelixConfig(), "cpu")
     plan = make_plan(
-        "sequential", rough_profile(stage.layout), model=family.model_class, mesh=HelixConfig().option_sizes
+        "sequential", rough_profile(rank_units.layout), model=family.model_class, mesh=HelixConfig().option_sizes
     )
-    runner = Runner(stage, plan, mesh, make_streams(mesh.device), Scheduler("folded_1f1b", 1), 0, autocast_dtype)
+    runner = Runner(rank_units, plan, mesh, make_streams(mesh.device), Scheduler("folded_1f1b", 1), 0, autocast_dtype)
     window = []
     for place, length in enumerate(LENGTHS):
         ids = torch.randint(100, (2, length), generator=torch.Generator().manual_seed(place))
@@ -101,7 +101,7 @@ def test_layers_share_a_compilation_and_shapes_do_too(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16])
 def test_generated_code(family: str, autocast_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16 the error against fp32 is at most twice that without compilation."""
-    monkeypatch.setattr(segment, "COMPILER", "inductor")
+    monkeypatch.setattr(autograd_operator, "COMPILER", "inductor")
     model = tiny(family)
     exact = train(model, compile=False)
     plain = [
@@ -124,12 +124,12 @@ def test_the_loss_of_several_chunks(overwrites: bool, monkeypatch: pytest.Monkey
         logits = torch.randn(tokens, 2, 64, generator=draws)
         targets = torch.randint(64, (tokens, 2), generator=draws)
         operator = TokenStatistics(0, 64, overwrites=overwrites, wrap=wrap)
-        call = SimpleNamespace(side={"targets": targets}, training=True, saved=None)
-        (statistics,) = operator.forward(call, logits)
-        return statistics, operator.backward(call, torch.randn(statistics.shape, generator=draws))[0]
+        ctx = SimpleNamespace(side={"targets": targets}, saves_for_backward=True, saved=None)
+        (statistics,) = operator.forward(ctx, logits)
+        return statistics, operator.backward(ctx, torch.randn(statistics.shape, generator=draws))[0]
 
     for tokens in (8, 32, 33):  # one chunk, several, and a last one that is smaller
-        result = statistics_and_gradient(tokens, segment.compiled)
+        result = statistics_and_gradient(tokens, autograd_operator.compiled)
         expected = statistics_and_gradient(tokens, lambda function: function)
         for one, other in zip(result, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)

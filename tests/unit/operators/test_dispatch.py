@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_helix.operators.base import Call, explicit_gradients
+from hf_helix.operators.base import OperatorContext, explicit_gradients
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.linears.grouped_linear import GroupedLinear
 from hf_helix.operators.moe.dispatch import (
@@ -20,9 +20,11 @@ from hf_helix.operators.moe.dispatch import (
 EXPERTS, HIDDEN, LENGTH, BATCH, CHOICES = 5, 7, 6, 3, 2
 
 
-def a_call(counted: Tensor | None = None, training: bool = True) -> Call:
+def new_context(counted: Tensor | None = None, saves_for_backward: bool = True) -> OperatorContext:
     counted = torch.ones(LENGTH, BATCH, dtype=torch.long) if counted is None else counted
-    return Call({COUNTED: counted, SHARD_TOKENS: LENGTH * BATCH}, seed=0, training=training)
+    return OperatorContext(
+        {COUNTED: counted, SHARD_TOKENS: LENGTH * BATCH}, seed=0, saves_for_backward=saves_for_backward
+    )
 
 
 def chosen_by(kind: str) -> Tensor:
@@ -96,19 +98,19 @@ def test_with_a_capacity_the_rest_is_dropped(
     meter = RouterMeter(EXPERTS, Axis.single())
     fill = PermuteToCapacity(EXPERTS, factor, Axis.single(), meter)
     linear, collect = GroupedLinear(matrices), UnpermuteFromCapacity()
-    calls = [a_call(counted) for _ in range(3)]
+    contexts = [new_context(counted) for _ in range(3)]
     with explicit_gradients():
-        rows, places = fill.forward(calls[0], tokens, chosen)
+        rows, places = fill.forward(contexts[0], tokens, chosen)
         assert rows.shape == (EXPERTS * capacity, HIDDEN)
         assert torch.equal(places >= 0, kept)
         assert meter.read(rows.device)[-1] == (~kept[counted.flatten() > 0]).sum()
-        (made,) = linear.forward(calls[1], rows)
-        (out,) = collect.forward(calls[2], made, weights, places)
+        (made,) = linear.forward(contexts[1], rows)
+        (out,) = collect.forward(contexts[2], made, weights, places)
         torch.testing.assert_close(out, expected)
-        d_made, d_weights = collect.backward(calls[2], gradient)
-        (d_rows,) = linear.input_gradient(calls[1], d_made)
-        linear.weight_gradient(calls[1], d_made, rows)
-        (d_tokens,) = fill.backward(calls[0], d_rows)
+        d_made, d_weights = collect.backward(contexts[2], gradient)
+        (d_rows,) = linear.input_gradient(contexts[1], d_made)
+        linear.weight_gradient(contexts[1], d_made, rows)
+        (d_tokens,) = fill.backward(contexts[0], d_rows)
     expected_gradients = [torch.zeros_like(v) if v.grad is None else v.grad for v in (x, w, m)]
     torch.testing.assert_close([d_tokens, d_weights, matrices.grad], expected_gradients)
 

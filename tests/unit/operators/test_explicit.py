@@ -12,30 +12,32 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from hf_helix.models.graph.attention import by_heads
 from hf_helix.models.stock_modules import is_silu
 from hf_helix.operators.attention.rope import rotated
-from hf_helix.operators.base import Call, Precision, explicit_gradients
+from hf_helix.operators.autograd_operator import AutogradOperator
+from hf_helix.operators.base import OperatorContext, Precision, explicit_gradients
 from hf_helix.operators.explicit import Explicit, GatedSilu
-from hf_helix.operators.segment import Segment
 from hf_helix.operators.side_by_side import contiguous_heads
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def run(segment: Segment, inputs: list[Tensor], direction: Tensor, precision: Precision) -> list[Tensor]:
+def run(operator: AutogradOperator, inputs: list[Tensor], direction: Tensor, precision: Precision) -> list[Tensor]:
     """The output, the gradients of the inputs, those of the parameters; twice, so that the latter add up."""
-    for parameter in segment.parameters:
+    for parameter in operator.parameters:
         parameter.grad = None
     with explicit_gradients():
         for _ in range(2):
-            call = Call({}, 0, True, precision)
-            (output,) = segment.forward(call, *inputs)
-            gradients = segment.backward(call, direction.to(output.dtype))
-            assert call.saved is None
-    return [output, *gradients, *(p.grad for p in segment.parameters if p.grad is not None)]
+            ctx = OperatorContext({}, 0, True, precision)
+            (output,) = operator.forward(ctx, *inputs)
+            gradients = operator.backward(ctx, direction.to(output.dtype))
+            assert ctx.saved is None
+    return [output, *gradients, *(p.grad for p in operator.parameters if p.grad is not None)]
 
 
-def pair(function: Callable[..., Tensor], explicit: Explicit, module: nn.Module) -> tuple[Segment, Segment]:
+def pair(
+    function: Callable[..., Tensor], explicit: Explicit, module: nn.Module
+) -> tuple[AutogradOperator, AutogradOperator]:
     parameters = list(module.parameters())
-    return Segment(function, parameters), Segment(_not_called, parameters, explicit=explicit)
+    return AutogradOperator(function, parameters), AutogradOperator(_not_called, parameters, explicit=explicit)
 
 
 def _not_called(*_: Tensor) -> Tensor:
@@ -48,7 +50,7 @@ def test_gated_silu_gives_the_same_bits(dtype: torch.dtype) -> None:
     left, right = pair(lambda gate, up: act(gate) * up, GatedSilu(lambda: is_silu(act)), act)
     inputs = [torch.randn(5, 3, 16).to(dtype) for _ in range(2)]
     direction = torch.randn(5, 3, 16)
-    result = [run(segment, inputs, direction, Precision()) for segment in (left, right)]
+    result = [run(operator, inputs, direction, Precision()) for operator in (left, right)]
     for ours, expected in zip(*result, strict=True):
         assert torch.equal(ours, expected)
         assert ours.dtype is expected.dtype

@@ -7,7 +7,7 @@ import torch
 from support.units import unit_of
 from torch import Tensor, nn
 
-from hf_helix.operators.base import Call, Precision, explicit_gradients
+from hf_helix.operators.base import OperatorContext, Precision, explicit_gradients
 from hf_helix.operators.communication.transport import Axis, Recorder, ReplicaAxes, SilentTransport
 from hf_helix.operators.linears.linear import Linear
 from hf_helix.operators.matmul_dtype import CastWeights
@@ -83,16 +83,16 @@ def test_checkpoints_have_the_parts_that_are_stepped(kind: type[FlatParameter]) 
 
 def run(operator: Linear, precision: Precision, unsharded: list[tuple[FlatParameter, Tensor]]) -> list[Tensor]:
     """Outputs and input gradient of a micro-batch, and the gradients of the parameters."""
-    call, value = Call({}, 0, True, precision), torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
+    ctx, value = OperatorContext({}, 0, True, precision), torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
 
     def method(part: Part) -> object:
         return with_unsharded(operator.method_of(part), unsharded) if unsharded else operator.method_of(part)
 
     with explicit_gradients():
-        outputs = method(Part.F)(call, value)
+        outputs = method(Part.F)(ctx, value)
         gradients = [torch.ones_like(output) for output in outputs]
-        inputs = method(Part.I)(call, *gradients)
-        operator.method_of(Part.W)(call, *gradients, value)
+        inputs = method(Part.I)(ctx, *gradients)
+        operator.method_of(Part.W)(ctx, *gradients, value)
     return [*outputs, *inputs, *(parameter.grad for parameter in operator.parameters)]
 
 

@@ -16,11 +16,11 @@ from hf_helix.doctor.simulated import amounts_of
 from hf_helix.models import registry
 from hf_helix.models.stock_modules import is_rms_norm
 from hf_helix.operators.attention.rope import rotated
-from hf_helix.operators.base import Call, Precision, explicit_gradients
+from hf_helix.operators.autograd_operator import AutogradOperator
+from hf_helix.operators.base import OperatorContext, Precision, explicit_gradients
 from hf_helix.operators.explicit import GatedSilu, RmsNorm
 from hf_helix.operators.float8 import quantize
 from hf_helix.operators.fused import kernels
-from hf_helix.operators.segment import Segment
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CLOSE = {FP32: 2e-6, FP16: 2e-3, BF16: 2e-2}  # the interpreter cuts bf16 off, where a GPU rounds
@@ -47,10 +47,10 @@ def test_gates(dtype: torch.dtype) -> None:
     """Of slices of one product, as the linear before gives them."""
     torch.manual_seed(0)
     inputs = torch.randn(3, 2, 2 * 24).to(dtype).split(24, -1)
-    segment = Segment(lambda gate, up: gate, explicit=GatedSilu(lambda: True))
-    gradient, call = torch.randn(3, 2, 24).to(dtype), Call({}, 0, True)
+    operator = AutogradOperator(lambda gate, up: gate, explicit=GatedSilu(lambda: True))
+    gradient, ctx = torch.randn(3, 2, 24).to(dtype), OperatorContext({}, 0, True)
     with explicit_gradients():
-        ours = [*segment.forward(call, *inputs), *segment.backward(call, gradient)]
+        ours = [*operator.forward(ctx, *inputs), *operator.backward(ctx, gradient)]
     leaves = [value.detach().requires_grad_() for value in inputs]
     expected = functional.silu(leaves[0]) * leaves[1]
     check(ours, [expected, *torch.autograd.grad(expected, leaves, gradient)], dtype)
@@ -68,13 +68,13 @@ def test_norms(
     module = LlamaRMSNorm(24, 1e-5).to(weight)
     torch.nn.init.normal_(module.weight, 1.0, 0.3)
     x, gradient, partial = torch.randn(3, 3, 24).to(value), torch.randn(3, 3, 24), torch.randn(3, 3, 24).to(value)
-    segment = Segment(module, [module.weight], explicit=RmsNorm(module, is_rms_norm, lowers=True))
-    call = Call({}, 0, True, Precision("cpu", autocast))
+    operator = AutogradOperator(module, [module.weight], explicit=RmsNorm(module, is_rms_norm, lowers=True))
+    ctx = OperatorContext({}, 0, True, Precision("cpu", autocast))
     with explicit_gradients():
-        (out,) = segment.forward(call, x)
-        call.partials = (partial,) if adds else ()
-        (of_value,) = segment.backward(call, gradient.to(out.dtype))
-    assert call.partials == ()
+        (out,) = operator.forward(ctx, x)
+        ctx.partials = (partial,) if adds else ()
+        (of_value,) = operator.backward(ctx, gradient.to(out.dtype))
+    assert ctx.partials == ()
     leaf = x.detach().requires_grad_()
     expected = functional.rms_norm(leaf, (24,), module.weight, 1e-5).to(autocast or value)
     grads = torch.autograd.grad(expected, [leaf, module.weight], gradient.to(out.dtype))

@@ -5,7 +5,7 @@ import torch
 from support.dispatched import Calls
 from torch import Tensor, nn
 
-from hf_helix.operators.base import Call, Precision
+from hf_helix.operators.base import OperatorContext, Precision
 from hf_helix.operators.linears.linear import Linear
 from hf_helix.operators.side_by_side import contiguous_columns, contiguous_rows, join_columns
 
@@ -32,11 +32,11 @@ def window(operator: Linear, precision: Precision, count: int = 2) -> list[list[
     result, values = [], torch.randn(count, 5, 3, WIDTH, generator=torch.Generator().manual_seed(9))
     with precision.weights.kept():
         for k, value in enumerate(values):
-            call = Call({}, 0, True, precision)
-            outputs = operator.forward(call, value)
-            result.append([*outputs, *operator.input_gradient(call, *directions(k))])
+            ctx = OperatorContext({}, 0, True, precision)
+            outputs = operator.forward(ctx, value)
+            result.append([*outputs, *operator.input_gradient(ctx, *directions(k))])
         for k, value in enumerate(values):
-            operator.weight_gradient(Call({}, 0, True, precision), *directions(k), value)
+            operator.weight_gradient(OperatorContext({}, 0, True, precision), *directions(k), value)
     return result
 
 
@@ -65,10 +65,10 @@ def _alone(linear: nn.Linear, place: int) -> list[tuple[Tensor, Tensor]]:
     operator, precision, result = Linear([linear]), Precision("cpu", torch.bfloat16), []
     values = torch.randn(2, 5, 3, WIDTH, generator=torch.Generator().manual_seed(9))
     for k, value in enumerate(values):
-        call, gradient = Call({}, 0, True, precision), directions(k)[place]
-        (output,) = operator.forward(call, value)
-        (of_input,) = operator.input_gradient(call, gradient)
-        operator.weight_gradient(call, gradient, value)
+        ctx, gradient = OperatorContext({}, 0, True, precision), directions(k)[place]
+        (output,) = operator.forward(ctx, value)
+        (of_input,) = operator.input_gradient(ctx, gradient)
+        operator.weight_gradient(ctx, gradient, value)
         result.append((output, of_input))
     return result
 
@@ -84,8 +84,8 @@ def test_wide_gradients_are_put_in_one_piece_by_nobody() -> None:
         ([part.clone() for part in whole.split(SIZES, 1)], 6),
     ):
         with Calls() as calls, precision.weights.kept():
-            (of_input,) = operator.input_gradient(Call({}, 0, True, precision), *gradients)
-            operator.weight_gradient(Call({}, 0, True, precision), *gradients, value)
+            (of_input,) = operator.input_gradient(OperatorContext({}, 0, True, precision), *gradients)
+            operator.weight_gradient(OperatorContext({}, 0, True, precision), *gradients, value)
         assert products(calls) == count
         assert "cat" not in calls.names
         results.append((of_input.float(), *(linear.weight.grad for linear in several)))
@@ -130,9 +130,9 @@ def test_linears_that_differ_stay_apart(change: str) -> None:
 def test_in_one_precision_they_stay_apart() -> None:
     """There is no copy of the weights that could hold them in one piece, and bits stay those of separate products."""
     with Calls() as calls:
-        operator, call = Linear(linears()), Call({}, 0, True)
-        operator.forward(call, torch.randn(5, 3, WIDTH))
-        operator.input_gradient(call, *(gradient.float() for gradient in directions(0)))
+        operator, ctx = Linear(linears()), OperatorContext({}, 0, True)
+        operator.forward(ctx, torch.randn(5, 3, WIDTH))
+        operator.input_gradient(ctx, *(gradient.float() for gradient in directions(0)))
     assert products(calls) == 6
 
 
@@ -166,7 +166,7 @@ def test_a_transposed_sequence_is_one_product() -> None:
     value = torch.randn(1, 5, WIDTH).transpose(0, 1)
     (linear,) = linears()[:1]
     with Calls() as calls:
-        (output,) = Linear([linear]).forward(Call({}, 0, True), value)
+        (output,) = Linear([linear]).forward(OperatorContext({}, 0, True), value)
     assert products(calls) == 1
     assert "bmm" not in calls.names
     torch.testing.assert_close(output, linear(value).detach())

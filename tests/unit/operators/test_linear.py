@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_helix.operators.base import Call, explicit_gradients
+from hf_helix.operators.base import OperatorContext, explicit_gradients
 from hf_helix.operators.linears.linear import Linear
 
 FEATURES = 7
@@ -38,8 +38,8 @@ def directions(linears: list[nn.Linear], seed: int = 2) -> list[Tensor]:
     return [torch.randn(5, 3, size, dtype=torch.float64, generator=generator) for size in sizes]
 
 
-def new_call(training: bool = True) -> Call:
-    return Call(side={}, seed=0, training=training)
+def new_context(saves_for_backward: bool = True) -> OperatorContext:
+    return OperatorContext(side={}, seed=0, saves_for_backward=saves_for_backward)
 
 
 def by_autograd(linears: list[nn.Linear], value: Tensor, gradients: list[Tensor]) -> tuple[list[Tensor], Tensor]:
@@ -72,14 +72,14 @@ def test_equals_autograd_over_two_micro_batches(outputs: tuple[int, ...], kind: 
     expected = [by_autograd(linears, v, directions(linears, k)) for k, v in enumerate(values(2))]
     expected_gradients = take_gradients(linears)
 
-    operator, calls = Linear(linears, transposed=transposed), [new_call(), new_call()]
+    operator, contexts = Linear(linears, transposed=transposed), [new_context(), new_context()]
     with explicit_gradients():
-        found_outputs = [operator.forward(call, v) for call, v in zip(calls, values(2), strict=True)]
-        of_inputs = [operator.input_gradient(call, *directions(linears, k)) for k, call in enumerate(calls)]
+        found_outputs = [operator.forward(ctx, v) for ctx, v in zip(contexts, values(2), strict=True)]
+        of_inputs = [operator.input_gradient(ctx, *directions(linears, k)) for k, ctx in enumerate(contexts)]
         assert all(parameter.grad is None for linear in linears for parameter in linear.parameters())
-        for k, call in enumerate(calls):
-            operator.weight_gradient(call, *directions(linears, k), values(2)[k])
-            assert call.saved is None
+        for k, ctx in enumerate(contexts):
+            operator.weight_gradient(ctx, *directions(linears, k), values(2)[k])
+            assert ctx.saved is None
 
     for k, (outputs_, of_input) in enumerate(expected):
         assert_close(list(found_outputs[k]), outputs_)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_helix.models.peft import unwrap_peft
-from hf_helix.operators.base import Call
+from hf_helix.operators.base import OperatorContext
 from hf_helix.operators.linears.linear import SMALL, Linear
 
 FEATURES = 7
@@ -50,8 +50,8 @@ def directions(layers: list[Any], seed: int = 2) -> list[Tensor]:
     return [torch.randn(*SHAPE[:2], size, dtype=torch.float64, generator=generator) for size in sizes]
 
 
-def a_call(seed: int = 0, training: bool = True) -> Call:
-    return Call(side={}, seed=seed, training=training)
+def new_context(seed: int = 0, saves_for_backward: bool = True) -> OperatorContext:
+    return OperatorContext(side={}, seed=seed, saves_for_backward=saves_for_backward)
 
 
 def by_autograd(layers: list[Any], value: Tensor, gradients: list[Tensor]) -> tuple[list[Tensor], Tensor]:
@@ -94,12 +94,12 @@ def test_equals_pefts_layers_over_two_micro_batches(kind: str) -> None:
     assert any(".lora_A.two." in name for name in of_weights)
     assert not any(".off." in name for name in of_weights)
 
-    operator, calls = operator_of(layers), [a_call(), a_call()]
-    outputs = [operator.forward(call, v) for call, v in zip(calls, values(2), strict=True)]
-    first = operator.input_gradient(calls[0], *directions(layers, 0))
-    operator.weight_gradient(calls[0], *directions(layers, 0), values(2)[0])
-    operator.weight_gradient(calls[1], *directions(layers, 1), values(2)[1])
-    second = operator.input_gradient(calls[1], *directions(layers, 1))
+    operator, contexts = operator_of(layers), [new_context(), new_context()]
+    outputs = [operator.forward(ctx, v) for ctx, v in zip(contexts, values(2), strict=True)]
+    first = operator.input_gradient(contexts[0], *directions(layers, 0))
+    operator.weight_gradient(contexts[0], *directions(layers, 0), values(2)[0])
+    operator.weight_gradient(contexts[1], *directions(layers, 1), values(2)[1])
+    second = operator.input_gradient(contexts[1], *directions(layers, 1))
     for (wanted, of_input), result, of_value in zip(expected, outputs, (first, second), strict=True):
         assert_close(list(result), wanted)
         assert_close(of_value, (of_input,))
@@ -113,13 +113,13 @@ def test_dropout_is_the_same_in_all_parts_of_a_call() -> None:
     operator, gradients = operator_of(layers), directions(layers)
 
     def forward(value: Tensor, seed: int = 7) -> Tensor:
-        outputs = operator.forward(a_call(seed, training=False), value)
+        outputs = operator.forward(new_context(seed, saves_for_backward=False), value)
         return sum(((output * way).sum() for output, way in zip(outputs, gradients, strict=True)), torch.zeros(()))
 
-    value, call, step = values()[0], a_call(7), 1e-6
-    operator.forward(call, value)
-    (of_input,) = operator.input_gradient(call, *gradients)
-    operator.weight_gradient(call, *gradients, value)
+    value, ctx, step = values()[0], new_context(7), 1e-6
+    operator.forward(ctx, value)
+    (of_input,) = operator.input_gradient(ctx, *gradients)
+    operator.weight_gradient(ctx, *gradients, value)
     way = values(2)[1]
     slope = (forward(value + step * way) - forward(value - step * way)) / (2 * step)
     torch.testing.assert_close((of_input * way).sum(), slope, rtol=1e-6, atol=1e-6)

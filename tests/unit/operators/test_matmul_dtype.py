@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_helix.operators.base import Call, Precision, explicit_gradients
+from hf_helix.operators.base import OperatorContext, Precision, explicit_gradients
 from hf_helix.operators.linears.grouped_linear import GroupedLinear
 from hf_helix.operators.linears.linear import Linear
 from hf_helix.operators.matmul_dtype import CastWeights
@@ -39,9 +39,9 @@ def test_two_micro_batches_forward_and_backward_cast_a_weight_once(kind: str) ->
     def run() -> None:
         with explicit_gradients():
             for _ in range(2):
-                call = Call({}, 0, True, precision)
-                operator.forward(call, value, *sizes)
-                operator.input_gradient(call, gradient, *sizes)
+                ctx = OperatorContext({}, 0, True, precision)
+                operator.forward(ctx, value, *sizes)
+                operator.input_gradient(ctx, gradient, *sizes)
 
     sizes = [] if kind == "linear" else [torch.tensor([3, 7])]
     with Casts() as casts:

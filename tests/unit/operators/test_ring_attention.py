@@ -20,7 +20,7 @@ from hf_helix.operators.attention.ring_attention import (
     mask_tiles,
     positions_of,
 )
-from hf_helix.operators.base import Call
+from hf_helix.operators.base import OperatorContext
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 
 SCALE = 0.3
@@ -84,28 +84,28 @@ def by_blocks(
         axis = Axis(SilentTransport(size, rank))
         side = {DOCUMENTS: documents, MASKED: documents is not None and bool((documents == PADDING).any())}
         join = JoinBlocks(value_dim=size_of_values if size_of_values < k.shape[-1] else None, sinks=sinks)
-        call = Call(side, 0, True)
+        ctx = OperatorContext(side, 0, True)
         if gathered:
             blocks = GatheredBlocks(kernel, axis, SCALE, window)
-            so_far = blocks.forward(call, q[:, :, mine], torch.cat(kv))
+            so_far = blocks.forward(ctx, q[:, :, mine], torch.cat(kv))
         else:
             ring = [RingBlock(kernel, axis, distance, SCALE, window) for distance in range(size)]
             so_far = ()
             for block in ring:
-                so_far = block.forward(call, q[:, :, mine], kv[block.source], *so_far)
-        joined, lse = join.forward(call, *so_far)
+                so_far = block.forward(ctx, q[:, :, mine], kv[block.source], *so_far)
+        joined, lse = join.forward(ctx, *so_far)
         out[:, :, mine] = joined.unflatten(-1, (q.shape[1], -1)).permute(1, 2, 0, 3)
         kept = () if sinks is None else (joined, lse)
-        (gradient,) = join.backward(call, do[:, :, mine].permute(2, 0, 1, 3).flatten(2), *kept)
+        (gradient,) = join.backward(ctx, do[:, :, mine].permute(2, 0, 1, 3).flatten(2), *kept)
         if gathered:
-            mine_dq, all_dkv = blocks.backward(call, gradient, q[:, :, mine], torch.cat(kv), joined, lse)
+            mine_dq, all_dkv = blocks.backward(ctx, gradient, q[:, :, mine], torch.cat(kv), joined, lse)
             dq[:, :, mine] = mine_dq
             for place, dkv in zip(places, all_dkv.chunk(size), strict=True):
                 dk[:, :, place] += dkv[0]
                 dv[:, :, place] += dkv[1][..., :size_of_values]
             continue
         for block in reversed(ring):
-            part, dkv, *rest = block.backward(call, gradient, q[:, :, mine], kv[block.source], joined, lse)
+            part, dkv, *rest = block.backward(ctx, gradient, q[:, :, mine], kv[block.source], joined, lse)
             assert bool(rest) is (block.distance > 0)
             dq[:, :, mine] += part
             dk[:, :, places[block.source]] += dkv[0]
@@ -241,7 +241,7 @@ def test_what_a_window_hides_is_not_computed() -> None:
     q, k, v, _ = make(2, 2, 8)
     block = RingBlock(kernel, Axis(SilentTransport(4, 3)), 3, SCALE, window=5)  # parts 3 and 4 of 8, with parts 0 and 7
     before = torch.randn(2, 2, 8, 9)
-    (after,) = block.forward(Call({}, 0, True), q, torch.stack((k, v)), before)
+    (after,) = block.forward(OperatorContext({}, 0, True), q, torch.stack((k, v)), before)
     assert kernel.calls == 0
     assert torch.equal(after, before)
 

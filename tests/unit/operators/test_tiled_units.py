@@ -10,19 +10,19 @@ from torch import Tensor, nn
 from hf_helix.models.families.llama import Llama
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import ParallelContext
-from hf_helix.operators.base import Call
+from hf_helix.operators.base import OperatorContext
 from hf_helix.operators.communication.collectives import AllGather, AllGatherReplicated, ReduceScatter
 from hf_helix.operators.communication.transport import Axis, Recorder, SilentTransport
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.plan.baselines.intra_batch import tile_graph, tile_pair
-from hf_helix.runtime.intra_batch import TileTransfer, cut_rows, join_rows, tile_stage, tile_unit
-from hf_helix.runtime.stage import place_units
+from hf_helix.runtime.intra_batch import TileTransfer, cut_rows, join_rows, tile_unit, tile_units
+from hf_helix.runtime.rank_units import place_units
 
 SIZES = {"rows": st.integers(0, 9), "size": st.integers(1, 4), "tiles": st.integers(1, 5)}
 
 
-def a_call() -> Call:
-    return Call({}, 0, True)
+def new_context() -> OperatorContext:
+    return OperatorContext({}, 0, True)
 
 
 def numbered(rows: int) -> Tensor:
@@ -45,11 +45,11 @@ def test_rows_come_back_as_they_were(rows: int, size: int, tiles: int) -> None:
 def test_an_empty_tile_communicates_nothing(part: Part, kind: type) -> None:
     transport = Recorder(SilentTransport(2, 0))
     transfer = TileTransfer(kind(Axis(transport)))
-    (out,), work = transfer.prepare(a_call(), part, torch.empty(0, 2, 3))
+    (out,), work = transfer.prepare(new_context(), part, torch.empty(0, 2, 3))
     work()
     assert out.shape == (0, 2, 3)
     assert transport.moved == []
-    (out,), work = transfer.prepare(a_call(), part, torch.empty(4, 2, 3))
+    (out,), work = transfer.prepare(new_context(), part, torch.empty(4, 2, 3))
     work()
     assert len(transport.moved) == 1
     assert len(out) in (2, 8)
@@ -58,18 +58,18 @@ def test_an_empty_tile_communicates_nothing(part: Part, kind: type) -> None:
 @pytest.mark.parametrize("tiles", [2, 3])
 def test_units_and_graphs_are_tiled_alike(tiles: int) -> None:
     whole = place_units(Llama().units(llama(), ParallelContext(Axis(SilentTransport(2, 0)))))
-    stage = tile_stage(whole, tiles)
-    assert stage.placements == whole.placements
-    assert whole.units.keys() == stage.units.keys()
-    for index, after in stage.units.items():
+    rank_units = tile_units(whole, tiles)
+    assert rank_units.placements == whole.placements
+    assert whole.units.keys() == rank_units.units.keys()
+    for index, after in rank_units.units.items():
         before = whole.units[index]
         forward = after.graphs.forward
         assert forward == tile_graph(before.graphs.forward, tiles)
         assert after.graphs == tile_pair(before.graphs, tiles)
         assert set(after.operators) == {op.name for op in forward.operators}
         assert after.label == before.label
-        assert stage.layout.graphs[after.name] == after.graphs
-    layer, whole_layer = stage.units[1], whole.units[1]
+        assert rank_units.layout.graphs[after.name] == after.graphs
+    layer, whole_layer = rank_units.units[1], whole.units[1]
     for tile in range(tiles):
         assert layer.operators[f"mlp.up.{tile}"] is whole_layer.operators["mlp.up"]
         assert layer.operators[f"mlp.gather.{tile}"].collective is whole_layer.operators["mlp.gather"]

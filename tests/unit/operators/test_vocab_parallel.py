@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_helix.operators import vocab_parallel
-from hf_helix.operators.base import Call, explicit_gradients
+from hf_helix.operators.base import OperatorContext, explicit_gradients
 from hf_helix.operators.param_shard import cut_bounds
 from hf_helix.operators.vocab_parallel import IGNORED, TokenStatistics, cross_entropy, embedding
 
@@ -51,17 +51,17 @@ def in_slices(
     targets = functional.pad(labels[:, 1:], (0, 1), value=IGNORED).t().contiguous()
     bounds = [cut_bounds(VOCABULARY, size, rank) for rank in range(size)]
     slices = [logits.transpose(0, 1)[..., first:last].contiguous() for first, last in bounds]
-    calls = [Call({"targets": targets}, 0, True) for _ in bounds]
+    contexts = [OperatorContext({"targets": targets}, 0, True) for _ in bounds]
     operators = [TokenStatistics(first, VOCABULARY, smoothing, overwrites) for first, _ in bounds]
     with explicit_gradients():
-        pieces = [op.forward(call, piece)[0] for op, call, piece in zip(operators, calls, slices, strict=True)]
+        pieces = [op.forward(ctx, piece)[0] for op, ctx, piece in zip(operators, contexts, slices, strict=True)]
     gathered = torch.cat(pieces).requires_grad_()
     loss = cross_entropy(gathered, targets, torch.tensor(1 / NUM_ITEMS))
     loss.backward()
     with explicit_gradients():
         result = [
-            op.backward(call, gradient)[0]
-            for op, call, gradient in zip(operators, calls, gathered.grad.split(1), strict=True)
+            op.backward(ctx, gradient)[0]
+            for op, ctx, gradient in zip(operators, contexts, gathered.grad.split(1), strict=True)
         ]
     assert all(gradient.dtype == logits.dtype for gradient in result)
     assert all((gradient is piece) == overwrites for gradient, piece in zip(result, slices, strict=True))
@@ -81,7 +81,9 @@ def test_entropy_and_accuracy(size: int, chunk: int, monkeypatch: pytest.MonkeyP
     pieces = []
     for first, last in (cut_bounds(VOCABULARY, size, rank) for rank in range(size)):
         statistics = TokenStatistics(first, VOCABULARY, smoothing=0.1, figures=True)
-        pieces += statistics.forward(Call({"targets": targets}, 0, False), logits.transpose(0, 1)[..., first:last])
+        pieces += statistics.forward(
+            OperatorContext({"targets": targets}, 0, False), logits.transpose(0, 1)[..., first:last]
+        )
     loss, entropy, right = cross_entropy(torch.cat(pieces), targets, torch.tensor(1 / NUM_ITEMS))
     counted, distribution = targets != IGNORED, torch.distributions.Categorical(logits=logits.transpose(0, 1))
     assert distance(loss, whole(logits, labels, 0.1)[0]) <= 1e-6

@@ -11,10 +11,10 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_helix.operators import vocab_tiles
-from hf_helix.operators.base import Call, explicit_gradients
+from hf_helix.operators.autograd_operator import AutogradOperator
+from hf_helix.operators.base import OperatorContext, explicit_gradients
 from hf_helix.operators.linears.linear import Linear
 from hf_helix.operators.param_shard import cut_bounds
-from hf_helix.operators.segment import Segment
 from hf_helix.operators.vocab_parallel import IGNORED, TokenStatistics, cross_entropy
 from hf_helix.operators.vocab_tiles import Deferred, HeadInTiles
 from hf_helix.planning.graph.operator import Part
@@ -71,25 +71,25 @@ def of_ranks(dtype: torch.dtype, change: Change | None, smoothing: float, size: 
         tiles = HeadInTiles(part, linear.parameters, change, recomputes=True)
         chain: list[Any] = [Deferred(linear, tiles)]
         if change is not None:
-            chain.append(Deferred(Segment(change, elementwise=True), tiles))
+            chain.append(Deferred(AutogradOperator(change, elementwise=True), tiles))
         chain.append(TokenStatistics(first, WORDS, smoothing, change is None, head=tiles))
         ranks.append((part, chain))
     for _ in range(2):
-        calls = [[Call(side, 0, True) for _ in chain] for _, chain in ranks]
+        contexts = [[OperatorContext(side, 0, True) for _ in chain] for _, chain in ranks]
         statistics, of_hidden = [], torch.zeros_like(hidden, dtype=torch.float32)
         with explicit_gradients():
-            for (_, chain), of_rank in zip(ranks, calls, strict=True):
+            for (_, chain), of_rank in zip(ranks, contexts, strict=True):
                 value = hidden
-                for operator, call in zip(chain, of_rank, strict=True):
-                    (value,) = operator.method_of(Part.F)(call, value)
+                for operator, ctx in zip(chain, of_rank, strict=True):
+                    (value,) = operator.method_of(Part.F)(ctx, value)
                 statistics.append(value)
         gathered = torch.cat(statistics).requires_grad_()
         loss = cross_entropy(gathered, targets, 1 / count)
         loss.backward()
         with explicit_gradients():
-            for (_, chain), of_rank, gradient in zip(ranks, calls, gathered.grad.split(1), strict=True):
-                for operator, call in zip(chain[:0:-1], of_rank[:0:-1], strict=True):
-                    (gradient,) = operator.method_of(Part.B)(call, gradient)
+            for (_, chain), of_rank, gradient in zip(ranks, contexts, gathered.grad.split(1), strict=True):
+                for operator, ctx in zip(chain[:0:-1], of_rank[:0:-1], strict=True):
+                    (gradient,) = operator.method_of(Part.B)(ctx, gradient)
                 of_hidden += chain[0].method_of(Part.I)(of_rank[0], gradient)[0]
                 chain[0].method_of(Part.W)(of_rank[0], gradient, hidden)
     weights, biases = zip(*((part.weight.grad / 2, part.bias.grad / 2) for part, _ in ranks), strict=True)
@@ -142,5 +142,5 @@ def test_forward_alone_has_whole_logits() -> None:
     linear = Linear([head])
     tiles = HeadInTiles(head, linear.parameters, None)
     with explicit_gradients():
-        (logits,) = Deferred(linear, tiles).method_of(Part.F)(Call({"targets": targets}, 0, False), hidden)
+        (logits,) = Deferred(linear, tiles).method_of(Part.F)(OperatorContext({"targets": targets}, 0, False), hidden)
     assert torch.equal(logits, head(hidden))

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.synthetic import Workload
-from hf_helix.operators import segment
+from hf_helix.operators import autograd_operator
 
 
 def test_backward_runs_in_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU it does so anyway; that autograd may use threads is asked of autograd."""
     ran: list[tuple[int, bool]] = []
-    stock = segment.run_backward
+    stock = autograd_operator.run_backward
 
     def noting(edges: Sequence[Any], gradients: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         def note(given: object) -> None:
@@ -27,7 +27,7 @@ def test_backward_runs_in_the_calling_thread(monkeypatch: pytest.MonkeyPatch) ->
         edges[0].node.register_prehook(note)
         stock(edges, gradients, inputs)
 
-    monkeypatch.setattr(segment, "run_backward", noting)
+    monkeypatch.setattr(autograd_operator, "run_backward", noting)
     work = Workload(tiny("llama", num_hidden_layers=1).config, HelixConfig(), torch.device("cpu"))
     work.runner.train_window(work.window(2, 1, 8))
     assert len(ran) > 4

@@ -14,8 +14,8 @@ from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.planning.window.program import Program
 from hf_helix.runtime.distributed.mesh import mesh_of
 from hf_helix.runtime.microbatch import MicroBatch
+from hf_helix.runtime.rank_units import place_units
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.stage import place_units
 from hf_helix.runtime.streams import make_streams
 
 COUNT = 30
@@ -25,9 +25,9 @@ COUNT = 30
 def test_repeated_stretches_give_the_same_bits(rule: str) -> None:
     model = llama(num_hidden_layers=2).train()
     family = family_of(model)
-    stage = place_units(family.units(model, ParallelContext()))
+    rank_units = place_units(family.units(model, ParallelContext()))
     mesh = mesh_of(HelixConfig(), "cpu")
-    plan = make_plan(rule, rough_profile(stage.layout), model=family.model_class, mesh=HelixConfig().option_sizes)
+    plan = make_plan(rule, rough_profile(rank_units.layout), model=family.model_class, mesh=HelixConfig().option_sizes)
     window = []
     for place in range(COUNT):
         ids = torch.randint(100, (2, 3 + place % 4), generator=torch.Generator().manual_seed(place))
@@ -35,7 +35,7 @@ def test_repeated_stretches_give_the_same_bits(rule: str) -> None:
         window.append(MicroBatch(lambda side=side: side, (0, place)))
     result = []
     for written_out in (False, True):
-        runner = Runner(stage, plan, mesh, make_streams(mesh.device), Scheduler("folded_1f1b", 1), 0)
+        runner = Runner(rank_units, plan, mesh, make_streams(mesh.device), Scheduler("folded_1f1b", 1), 0)
         program = runner.program(COUNT)
         assert program.repeats > COUNT // 2
         if written_out:

@@ -9,7 +9,7 @@ from hf_helix.config import LinkSpeed
 from hf_helix.measure.overlap import Overlap, link_loads
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.bounds import busiest_link
-from hf_helix.tuning.verdict import TuningResult, format_scorecard, format_tuning, format_verdict
+from hf_helix.tuning.result_text import TuningResult, format_scorecard, format_summary, format_tuning
 
 
 def overlap(step: float = 8.0, **changes: Any) -> Overlap:
@@ -250,4 +250,4 @@ FEW = {"sequential": overlap(10.0, communication=0.5), "search": overlap(9.9, co
     ],
 )
 def test_the_verdict_is_a_sentence(kept: str, steps: dict[str, Overlap], contention: str, sentence: str) -> None:
-    assert format_verdict(tuning(kept, steps), contention) == sentence
+    assert format_summary(tuning(kept, steps), contention) == sentence

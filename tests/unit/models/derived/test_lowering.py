@@ -12,10 +12,10 @@ from transformers.activations import ACT2FN
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
 from hf_helix.models.small_config import default_config
+from hf_helix.operators.autograd_operator import AutogradOperator
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.explicit import GatedSilu
 from hf_helix.operators.linears.linear import Linear
-from hf_helix.operators.segment import Segment
 
 IN_TURN = ["first", "gather", "attention.q+k+v", "attention", "attention.out", "scatter", "add"]
 IN_TURN += ["second", "gather", "mlp.gate+up", "mlp.mul", "mlp.down", "scatter", "add.2"]
@@ -84,9 +84,9 @@ class Activated(modules.Mlp):
 @pytest.mark.parametrize("name", ["silu", "gelu"])
 def test_a_gate_with_silu_runs_with_its_own_backward(name: str) -> None:
     module = Activated(name)
-    (segment,) = [each for each in unit_of(module).operators.values() if isinstance(each, Segment)]
-    assert isinstance(segment.explicit, GatedSilu)
-    assert segment.explicit.applies(*torch.randn(2, 3, 1, 4)) == (name == "silu")
+    (operator,) = [each for each in unit_of(module).operators.values() if isinstance(each, AutogradOperator)]
+    assert isinstance(operator.explicit, GatedSilu)
+    assert operator.explicit.applies(*torch.randn(2, 3, 1, 4)) == (name == "silu")
     check_on_two_ranks(module)
 
 

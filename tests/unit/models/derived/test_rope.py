@@ -63,7 +63,7 @@ def test_a_call_is_one_operator_whose_queries_and_keys_keep_their_shares() -> No
     result = inferred(Rotated(), EXAMPLES)
     (node,) = [node for node in result.trace.nodes if name_of(node) == "rope"]
     parts = [result.of(user) for user in node.users]
-    assert [(placed.where, placed.dim, placed.blocks) for placed in parts] == [("whole", 1, (4,)), ("whole", 1, (2,))]
+    assert [(placed.where, placed.dim, placed.blocks) for placed in parts] == [("full", 1, (4,)), ("full", 1, (2,))]
     assert ropes_in(result.trace) == ["rope"]
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import graphs as by_hand
-from support.graphs import collective, compute, linear, llama_layer, segment
+from support.graphs import autograd, collective, compute, linear, llama_layer
 
 from hf_helix.config import RECOMPUTE
 from hf_helix.planning.graph.backward import GraphPair, derive_backward
@@ -59,7 +59,7 @@ def test_selective_runs_again_where_it_is_needed_and_gathers_beside_the_input_gr
 def test_indices_and_counts_are_kept() -> None:
     """How many rows went where is what it was: nothing is asked again."""
     operators = (
-        segment("router", "x", "weights chosen", non_differentiable=("chosen",)),
+        autograd("router", "x", "weights chosen", non_differentiable=("chosen",)),
         compute(
             "permute", "x chosen", "rows places counts", non_differentiable=("places", "counts"), has_saved_state=True
         ),
@@ -81,7 +81,7 @@ def test_indices_and_counts_are_kept() -> None:
 
 def test_a_ring_begins_where_its_keys_come_again() -> None:
     operators = (
-        segment("rotate", "x", "q kv"),
+        autograd("rotate", "x", "q kv"),
         collective("ring1", "kv", kind=Kind.INTER_NODE, recomputed=True),
         compute("block0", "q kv", saved_for_backward=("q", "kv", "out", "lse")),
         compute("block1", "q ring1 block0", saved_for_backward=("q", "ring1", "out", "lse")),

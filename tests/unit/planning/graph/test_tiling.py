@@ -178,7 +178,7 @@ def weight_gradients(program: list[Instruction]) -> dict[tuple[int, str], list[i
 def spans(layer: GraphPair, forward: bool) -> dict[str, tuple[float, float]]:
     layout = layers_only(layer, 1)
     work = arrays_of(
-        unit_instructions(layout, (0, 0), forward),
+        unit_instructions(layout, (0, 0, forward)),
         layout,
         {name: op.relative_cost for name, op in named_operators(layout)},
     )

@@ -56,8 +56,8 @@ def seconds_of(forward: Graph | None, backward: Graph | None, profile: Profile) 
     made = {BARRIER: BARRIER_INSTRUCTION}
     for letter, graph in (("F", forward), ("B", backward)):
         if graph is not None:
-            place = (int(letter == "F"), layout.units.index(graph.name))
-            for instruction in unit_instructions(layout, place, letter == "F"):
+            forward = letter == "F"
+            for instruction in unit_instructions(layout, (int(forward), layout.units.index(graph.name), forward)):
                 assert instruction.operator is not None
                 made[f"{letter}.{instruction.operator.name}"] = instruction
     slowdown = profile.slowdown if profile.pairs else None

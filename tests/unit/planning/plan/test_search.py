@@ -11,6 +11,7 @@ from support.graphs import (
     LLAMA,
     SMALL,
     SMALL_LAYER,
+    autograd,
     collective,
     compute,
     layers,
@@ -23,7 +24,6 @@ from support.graphs import (
     random_priority,
     random_times,
     schedule_of,
-    segment,
     timeline_of,
 )
 
@@ -103,8 +103,8 @@ def ring_profile(slower: float) -> Profile:
         "layer",
         linear("qkv", "x", "q kv", relative_cost=3),
         collective("ring", "kv", kind=Kind.INTER_NODE),
-        segment("local", "q"),
-        segment("remote", "q ring local"),
+        autograd("local", "q"),
+        autograd("remote", "q ring local"),
         linear("out", "remote"),
         linear("up", "out", relative_cost=6),
         linear("down", "up", relative_cost=3),

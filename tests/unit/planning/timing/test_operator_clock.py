@@ -66,7 +66,7 @@ def test_at_a_barrier_the_compute_stream_waits_for_all_communication():
     layer = pair("layer", *operators, outputs="gather act")
     layout = Layout(["layer"], {0: [0]}, {"layer": layer})
     times = {("layer", "F.norm"): 1.0, ("layer", "F.gather"): 4.0, ("layer", "F.act"): 2.0}
-    norm, gather, act = unit_instructions(layout, (0, 0), True)
+    norm, gather, act = unit_instructions(layout, (0, 0, True))
     assert simulate(arrays_of([norm, gather, act], layout, times)).seconds == 5
     barred = simulate(arrays_of([norm, gather, BARRIER_INSTRUCTION, act], layout, times))
     assert spans(barred) == [(0, 1), (1, 5), (5, 5), (5, 7)]
@@ -112,8 +112,8 @@ def test_an_order_that_cannot_run_is_an_error(rows: list[tuple[Kind, float, list
 def test_backward_needs_what_forward_kept_and_what_is_read():
     layer = pair("layer", compute("norm", "x"), linear("up", "norm"), repeats=True)
     layout = Layout(["layer"] * 2, {0: [0, 1]}, {"layer": layer})
-    program = [i for unit in (0, 1) for i in unit_instructions(layout, (0, unit), True)]
-    program += [i for unit in (1, 0) for i in unit_instructions(layout, (0, unit), False)]
+    program = [i for unit in (0, 1) for i in unit_instructions(layout, (0, unit, True))]
+    program += [i for unit in (1, 0) for i in unit_instructions(layout, (0, unit, False))]
     result = arrays_of(program, layout, random_times(layout, 0))
     text = [f"{entry_of(i, layout)[1]}{i.unit}" for i in program]
     needs = {name: {text[need] for need in result.needs[place]} for place, name in enumerate(text)}

@@ -237,7 +237,7 @@ def planned(plan: str, layout: Layout, schedule: Schedule) -> Plan:
         seed = len(plan)
         return priority_plan(Priorities(random_times(layout, seed), random_priority(layout, seed), seed % 3), layout)
     profile = profile_of(layout, random_times(layout, 2))
-    return priority_plan(greedy(profile) if plan == "greedy" else search(profile, schedule, effort=0.002), layout)
+    return priority_plan(greedy(profile) if plan == "greedy" else search(profile, schedule, search_share=0.002), layout)
 
 
 def check(schedule: str, num_ranks: int, num_microbatches: int, plan: str) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from support.arrays import arrays_of, window_instructions
-from support.graphs import compute, linear, loss_gradient, pair, pipeline_of, profile_of, schedule_of, segment
+from support.graphs import autograd, compute, linear, loss_gradient, pair, pipeline_of, profile_of, schedule_of
 
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Kind, Operator, Part
@@ -39,7 +39,7 @@ def gather(again: bool, ahead: int = 2) -> Operator:
 
 
 def layer(ahead: int = 2) -> GraphPair:
-    operators = segment("norm", "x", **READ), linear("up", "norm", **READ), compute("add", "up")
+    operators = autograd("norm", "x", **READ), linear("up", "norm", **READ), compute("add", "up")
     return pair("layer", gather(True, ahead), *operators, repeats=True)
 
 
@@ -65,16 +65,16 @@ def places(made: list[Instruction]) -> list[tuple[int, str]]:
 
 
 def test_weights_come_with_the_unit_before():
-    assert places(pass_instructions(LAYOUT, (0, 0), True)) == [(0, "weights"), (1, "weights"), (0, "lookup")]
-    layer = pass_instructions(LAYOUT, (0, 1), True)
+    assert places(pass_instructions(LAYOUT, (0, 0, True))) == [(0, "weights"), (1, "weights"), (0, "lookup")]
+    layer = pass_instructions(LAYOUT, (0, 1, True))
     assert places(layer) == [(2, "weights"), (1, "norm"), (1, "up"), (1, "add")]
-    assert places(pass_instructions(LAYOUT, (0, 3), True)) == [(3, "logits"), (3, "loss")]
+    assert places(pass_instructions(LAYOUT, (0, 3, True))) == [(3, "logits"), (3, "loss")]
 
 
 def test_in_backward_they_come_with_the_unit_behind():
-    head = pass_instructions(LAYOUT, (0, 3), False)
+    head = pass_instructions(LAYOUT, (0, 3, False))
     assert places(head)[0] == (2, "weights.again")
-    assert (0, "weights.again") not in places(pass_instructions(LAYOUT, (0, 1), False)), "a lookup needs none"
+    assert (0, "weights.again") not in places(pass_instructions(LAYOUT, (0, 1, False))), "a lookup needs none"
 
 
 def test_backward_reads_them_anew_and_weight_gradients_do_not_read_them():
@@ -95,7 +95,7 @@ def test_recomputation_reads_them_anew_too():
 
 
 def test_a_unit_by_itself_has_its_own():
-    assert places(unit_instructions(LAYOUT, (0, 2), True))[0] == (2, "weights")
+    assert places(unit_instructions(LAYOUT, (0, 2, True)))[0] == (2, "weights")
 
 
 @pytest.mark.parametrize("count", [1, 3])

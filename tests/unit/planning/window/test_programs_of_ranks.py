@@ -11,7 +11,7 @@ from support.arrays import arrays_of, window_instructions
 from support.graphs import (
     ORDER_BLOCK,
     SMALL,
-    by_place,
+    by_operator,
     loss_gradient,
     most_layers_alive,
     operators_of,
@@ -83,7 +83,7 @@ def transfers(program: Iterable[Instruction]) -> dict[tuple[int, bool], list[int
 def check_ranks(programs: list[list[Instruction]], layout: Layout, schedule: Schedule) -> None:
     everything = [i for program in programs for i in operators_of(program)]
     bare = [replace(i, frees=(), ends=False) for i in everything]
-    assert by_place(bare) == by_place(window_instructions(schedule, layout))
+    assert by_operator(bare) == by_operator(window_instructions(schedule, layout))
     for rank, (program, slots) in enumerate(zip(programs, schedule, strict=True)):
         assert {layout.rank_of(i.unit) for i in program} == {rank}
         validate_program(program, [loss_gradient(layout)], layout, slots)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.arrays import arrays_of, window_instructions
 from support.graphs import (
     SMALL,
-    by_place,
+    by_operator,
     check_whole_and_in_order,
     loss_gradient,
     most_layers_alive,
@@ -183,7 +183,7 @@ def test_priority_plans_of_several_ranks_are_valid_within_their_memory_and_hardl
     for program, other, slots in zip(programs, whole, schedule, strict=True):
         bare = [replace(each, frees=(), ends=False) for each in program]
         made = window_instructions([slots], layout)
-        assert by_place(bare) == by_place(made)
+        assert by_operator(bare) == by_operator(made)
         check_whole_and_in_order(bare, made)
         assert most_layers_alive(program, layout) <= most_layers_alive(other, layout) + 2
     everything = [each for program in programs for each in operators_of(program)]

@@ -15,14 +15,18 @@ LAYOUT = layout_of(SMALL, 3)  # embedding, layers 1 and 2 | layer 3, head
 def test_a_slot_is_cut_into_blocks_of_one_unit_each():
     """By hand: micro-batch 1 down through units 0, 1, 2 beside micro-batch 0 back through 4, 3."""
     slot = Slot(Action(0, "F", 1), Action(1, "B", 0))
-    assert list(blocks_of(slot, LAYOUT)) == [((1, 0), (0, 4)), ((1, 1), (0, 3)), ((1, 2), None)]
-    assert list(blocks_of(Slot(backward=Action(0, "B", 2)), LAYOUT)) == [(None, (2, 2)), (None, (2, 1)), (None, (2, 0))]
+    assert list(blocks_of(slot, LAYOUT)) == [
+        ((1, 0, True), (0, 4, False)),
+        ((1, 1, True), (0, 3, False)),
+        ((1, 2, True), None),
+    ]
+    assert list(blocks_of(Slot(backward=Action(0, "B", 2)), LAYOUT)) == [(None, (2, unit, False)) for unit in (2, 1, 0)]
 
 
 def test_what_leaves_a_unit_keeps_its_key_in_the_next():
-    first = {i.operator.name: i for i in unit_instructions(LAYOUT, (0, 1), True)}
-    second = {i.operator.name: i for i in unit_instructions(LAYOUT, (0, 2), True)}
-    head = {i.operator.name: i for i in unit_instructions(LAYOUT, (0, 4), True)}
+    first = {i.operator.name: i for i in unit_instructions(LAYOUT, (0, 1, True))}
+    second = {i.operator.name: i for i in unit_instructions(LAYOUT, (0, 2, True))}
+    head = {i.operator.name: i for i in unit_instructions(LAYOUT, (0, 4, True))}
     assert first["norm"].reads == ((0, "scatter"),), "the embedding's output"
     assert first["add"].reads == ((0, "scatter"), (1, "scatter")), "two values of one name in two units"
     assert first["add"].writes == ((1, "add"),)
@@ -31,9 +35,9 @@ def test_what_leaves_a_unit_keeps_its_key_in_the_next():
 
 
 def test_gradients_keep_the_key_of_the_unit_that_writes_them():
-    last = {i.operator.name: i for i in unit_instructions(LAYOUT, (0, 3), False)}
-    before = {i.operator.name: i for i in unit_instructions(LAYOUT, (0, 2), False)}
-    head = {i.operator.name: i for i in unit_instructions(LAYOUT, (0, 4), False)}
+    last = {i.operator.name: i for i in unit_instructions(LAYOUT, (0, 3, False))}
+    before = {i.operator.name: i for i in unit_instructions(LAYOUT, (0, 2, False))}
+    head = {i.operator.name: i for i in unit_instructions(LAYOUT, (0, 4, False))}
     assert head["loss"].reads == ((4, "d.loss"),)
     assert last["add"].reads == ((4, "d.x"),)
     assert last["norm"].accumulates == ((3, "d.x@add"),)
@@ -45,9 +49,9 @@ def test_gradients_keep_the_key_of_the_unit_that_writes_them():
 def test_values_that_leave_together_are_told_apart_by_place():
     twofold = pair("layer", compute("swap", "a b", "c d"), inputs="a b", outputs="d c", repeats=True)
     layout = Layout(["layer"] * 2, {0: [0, 1]}, {"layer": twofold})
-    (swap,) = unit_instructions(layout, (0, 1), True)
+    (swap,) = unit_instructions(layout, (0, 1, True))
     assert swap.reads == ((0, "d"), (0, "c"))
-    (back,) = unit_instructions(layout, (0, 0), False)
+    (back,) = unit_instructions(layout, (0, 0, False))
     assert back.reads == ((1, "d.b"), (1, "d.a"))
 
 

@@ -1,4 +1,4 @@
-"""A Segment computes what autograd would, bit for bit, and keeps only what its backward needs."""
+"""An AutogradOperator computes what autograd would, bit for bit, and keeps only what its backward needs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
-from hf_helix.operators.base import Call, explicit_gradients
-from hf_helix.operators.segment import Dropout, Segment
+from hf_helix.operators.autograd_operator import AutogradOperator, Dropout
+from hf_helix.operators.base import OperatorContext, explicit_gradients
 
 Case = tuple[Callable[..., Any], list[nn.Parameter], tuple[Tensor, ...]]
 
 
-def new_call(seed: int = 0, training: bool = True, **side: Any) -> Call:
-    return Call(side=side, seed=seed, training=training)
+def new_context(seed: int = 0, saves_for_backward: bool = True, **side: Any) -> OperatorContext:
+    return OperatorContext(side=side, seed=seed, saves_for_backward=saves_for_backward)
 
 
 def norm() -> Case:
@@ -61,9 +61,9 @@ def test_equals_autograd_bit_for_bit(make: Callable[[], Case], frees: bool) -> N
     for parameter in parameters:
         parameter.grad = None
 
-    segment, calls = Segment(function, parameters, frees_inputs=frees), [new_call(), new_call()]
-    result = [segment.forward(call, *batch) for call, batch in zip(calls, batches, strict=True)]
-    gradients = [segment.backward(call, *given) for call, given in zip(calls, directions, strict=True)]
+    operator, contexts = AutogradOperator(function, parameters, frees_inputs=frees), [new_context(), new_context()]
+    result = [operator.forward(ctx, *batch) for ctx, batch in zip(contexts, batches, strict=True)]
+    gradients = [operator.backward(ctx, *given) for ctx, given in zip(contexts, directions, strict=True)]
     for (outputs, of_inputs), ours, of_ours in zip(expected, result, gradients, strict=True):
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, outputs, strict=True))
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(of_ours, of_inputs, strict=True))
@@ -73,9 +73,12 @@ def test_equals_autograd_bit_for_bit(make: Callable[[], Case], frees: bool) -> N
 
 
 def test_side_inputs_get_no_gradient_and_an_unused_input_gets_zeros() -> None:
-    segment, call = Segment(lambda x, y, mask: x * mask, side=("mask",)), new_call(mask=torch.tensor([1.0, 0.0]))
-    segment.forward(call, torch.ones(2), torch.ones(3))
-    of_x, of_y = segment.backward(call, torch.ones(2))
+    operator, ctx = (
+        AutogradOperator(lambda x, y, mask: x * mask, side=("mask",)),
+        new_context(mask=torch.tensor([1.0, 0.0])),
+    )
+    operator.forward(ctx, torch.ones(2), torch.ones(3))
+    of_x, of_y = operator.backward(ctx, torch.ones(2))
     assert of_x.tolist() == [1.0, 0.0]
     assert of_y.tolist() == [0.0, 0.0, 0.0]
 
@@ -86,43 +89,43 @@ def test_side_inputs_get_no_gradient_and_an_unused_input_gets_zeros() -> None:
 )
 def test_keeps_only_what_backward_needs(function: Callable[..., Tensor], keeps_output: bool, keeps_input: bool) -> None:
     """exp needs its output and square its input, so the probe can tell the difference."""
-    segment, call = Segment(function, frees_inputs=True), new_call()
+    operator, ctx = AutogradOperator(function, frees_inputs=True), new_context()
     value = torch.randn(100)
-    (output,) = segment.forward(call, value)
+    (output,) = operator.forward(ctx, value)
     given, made = StorageWeakRef(value.untyped_storage()), StorageWeakRef(output.untyped_storage())
     del value, output
     assert made.expired() != keeps_output
     assert given.expired() != keeps_input
-    segment.backward(call, torch.ones(100))
-    assert call.saved is None
+    operator.backward(ctx, torch.ones(100))
+    assert ctx.saved is None
     assert made.expired()
     assert given.expired()
 
 
 def test_evaluation_keeps_nothing() -> None:
     module, parameters, (x,) = norm()
-    call = new_call(training=False)
+    ctx = new_context(saves_for_backward=False)
     with explicit_gradients():
-        (output,) = Segment(module, parameters).forward(call, x)
+        (output,) = AutogradOperator(module, parameters).forward(ctx, x)
     assert torch.equal(output, module(x).detach())
-    assert call.saved is None
+    assert ctx.saved is None
     assert not output.requires_grad
     given = StorageWeakRef(x.untyped_storage())
     del x
     assert given.expired()
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["mask kept", "drawn again"])
-def test_dropout_drops_the_same_in_backward(training: bool) -> None:
+@pytest.mark.parametrize("saves_for_backward", [True, False], ids=["mask kept", "drawn again"])
+def test_dropout_drops_the_same_in_backward(saves_for_backward: bool) -> None:
     """However values and gradients lie in memory."""
     module = nn.Dropout(0.25)
-    operator, call = Dropout(module), new_call(3, training)
-    (out,) = operator.forward(call, torch.ones(400, 50).t())
-    assert (call.saved is not None) == training
-    (gradient,) = operator.backward(call, torch.ones(50, 400))
+    operator, ctx = Dropout(module), new_context(3, saves_for_backward)
+    (out,) = operator.forward(ctx, torch.ones(400, 50).t())
+    assert (ctx.saved is not None) == saves_for_backward
+    (gradient,) = operator.backward(ctx, torch.ones(50, 400))
     assert torch.equal(out, gradient)
     assert out.unique().tolist() == [0.0, pytest.approx(1 / 0.75)]
     assert abs(out.mean() - 1) < 0.02
-    assert not torch.equal(operator.forward(new_call(4), torch.ones(50, 400))[0], out)
+    assert not torch.equal(operator.forward(new_context(4), torch.ones(50, 400))[0], out)
     module.eval()
-    assert torch.equal(operator.forward(new_call(3), out)[0], out)
+    assert torch.equal(operator.forward(new_context(3), out)[0], out)

@@ -1,15 +1,11 @@
-"""Programs of a decoder that is called: a window in segments, with the loss between them.
+"""The programs of a decoder that is called: a window in three kinds of programs, with the loss between them.
 
 In:   a plan, the forward schedule of one call, and a layout whose last unit ends at the decoder's output.
-Out:  `Segments`: the program of a call's forward pass, alone and overlapped with the backward pass of an earlier call,
-      and of a backward pass alone.
-Must hold: a segment contains every operator of its passes, so that the caller's code runs between two segments. On the
+Out:  `CallPrograms`: the program of a call's forward pass, alone and overlapped with the backward pass of an earlier
+      call, and of a backward pass alone.
+Must hold: a program contains every operator of its passes, so that the caller's code runs between two programs. On the
 fold, a forward slot of stage t is overlapped with the backward slot of stage S-1-t, which lies on the same rank and has
 the same position in the mirrored order; so every forward schedule gives a schedule of both.
-
-    call 1     forward:   F1                 the caller computes a loss; .backward() gives the gradient of the output
-    call 2     both:      F2 | B1            ...
-    the end    backward:  B2                 with the gradient reductions
 """
 
 from collections.abc import Collection, Sequence
@@ -26,7 +22,7 @@ from hf_helix.planning.window.program import free_values
 
 
 @dataclass(frozen=True, eq=False)
-class Segments:
+class CallPrograms:
     """The programs of one rank. The pieces of a call are micro-batches: 0 to n-1 of the call that goes backward, n to
     2n-1 of the call that goes forward.
 
@@ -47,7 +43,7 @@ class Segments:
         return {key for each in self.backward for key in each.needs}
 
 
-def build_segments(
+def build_call_programs(
     plan: Plan,
     forward: Schedule,
     layout: Layout,
@@ -55,8 +51,8 @@ def build_segments(
     outputs: Collection[Key],
     placement: str,
     slots_ahead: int = 1,
-) -> Segments:
-    """Returns the segments of a rank, from the forward slots of one call of every rank.
+) -> CallPrograms:
+    """Returns the programs of a rank, from the forward slots of one call of every rank.
 
     The programs never free `outputs`, which the caller reads. Where the placement of the virtual stages is no fold, the
     passes of `both` follow each other.
@@ -73,11 +69,11 @@ def build_segments(
     parts = [_shifted(begin, -count), both, _shifted(end, count)]
     freed = free_values([each for part in parts for each in part], outputs)
     first, second = len(begin), len(begin) + len(both)
-    return Segments(_shifted(freed[:first], count), freed[first:second], _shifted(freed[second:], -count))
+    return CallPrograms(_shifted(freed[:first], count), freed[first:second], _shifted(freed[second:], -count))
 
 
 def schedule_of_both(forward: Schedule, placement: str) -> Schedule:
-    """Returns the schedule of a forward pass overlapped with a backward pass, see `Segments`."""
+    """Returns the schedule of a forward pass overlapped with a backward pass, see `CallPrograms`."""
     later, back_again = moved_by(forward, num_microbatches_of(forward)), mirrored(forward)
     if placement != FOLD:
         return [[*back, *ahead] for ahead, back in zip(later, back_again, strict=True)]

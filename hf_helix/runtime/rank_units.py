@@ -1,4 +1,4 @@
-"""Stages: the units of a rank.
+"""The units of a rank: those of all its virtual pipeline stages.
 
 In:   every unit of the model in forward order, the layers of each virtual stage, and the rank's position in the
       pipeline.
@@ -35,25 +35,25 @@ SINGLE = Pipe([0])
 
 
 @dataclass(frozen=True)
-class Stage:
-    """The units of a rank of the pipeline.
+class RankUnits:
+    """The units of a rank of the pipeline, over all its virtual stages.
 
     Attributes:
         layout: the units of all ranks, by name, for planning.
         rank: in the pipeline.
-        model: the units of the whole model, by index in the layout.
+        all_units: the units of the whole model, by index in the layout.
         ends: this rank's ends of the P2P links to other ranks, likewise.
     """
 
     layout: Layout
     rank: int
-    model: Mapping[int, Unit]
+    all_units: Mapping[int, Unit]
     ends: Mapping[int, Unit]
 
     @property
     def units(self) -> dict[int, Unit]:
         """The units of this rank, in forward order."""
-        return {index: self.model.get(index) or self.ends[index] for index in self.layout.units_of(self.rank)}
+        return {index: self.all_units.get(index) or self.ends[index] for index in self.layout.units_of(self.rank)}
 
     @property
     def placements(self) -> dict[nn.Parameter, Placement]:
@@ -92,7 +92,7 @@ class Stage:
     @property
     def all_placements(self) -> dict[nn.Parameter, Placement]:
         """Every parameter of the model, once; those with slices on all ranks first, in an order equal on all ranks."""
-        found = {p: placement for unit in self.model.values() for p, placement in unit.placements.items()}
+        found = {p: placement for unit in self.all_units.values() for p, placement in unit.placements.items()}
         mine = [(p, placement) for p, placement in found.items() if not isinstance(p, Elsewhere)]
         return dict(sorted(mine, key=lambda each: each[1].mesh_axis != VOCABULARY))
 
@@ -100,13 +100,15 @@ class Stage:
     def owners(self) -> dict[nn.Parameter, int]:
         """The rank of every parameter of the model; this rank of a parameter with slices on all ranks."""
         return {
-            parameter: self.layout.rank_of(index) for index, unit in self.model.items() for parameter in unit.placements
+            parameter: self.layout.rank_of(index)
+            for index, unit in self.all_units.items()
+            for parameter in unit.placements
         }
 
     @property
     def above(self) -> Collection[nn.Parameter]:
         """The parameters above the decoder, see `Unit.above`."""
-        return self.model[self.head].above
+        return self.all_units[self.head].above
 
     def transfers(self) -> list[tuple[int, PipelineTransfer]]:
         """This rank's ends of the P2P links to other ranks, with their indices in the layout."""
@@ -134,8 +136,8 @@ def place_units(
     of_slice: Callable[[int], MakeBuffers] | None = None,
     embedding_cost: float = 0.0,
     first_least: int = 0,
-) -> Stage:
-    """Returns the stage of a rank: the embedding goes with the first layers, the head with the last.
+) -> RankUnits:
+    """Returns the units of a rank: the embedding goes with the first layers, the head with the last.
 
     Args:
         units: of the whole model: the embedding, the layers, the head; on the placement `spread` with slices of the
@@ -176,9 +178,9 @@ def place_units(
     )
     if pipe.size > 1:
         graphs |= transfers
-    stage_of_rank = Stage(Layout(names, chunks, graphs, shared_gradients(model), ranks), pipe.rank, model, ends)
-    _check_single(stage_of_rank)
-    return stage_of_rank
+    rank_units = RankUnits(Layout(names, chunks, graphs, shared_gradients(model), ranks), pipe.rank, model, ends)
+    _check_single(rank_units)
+    return rank_units
 
 
 def cut_layers(
@@ -241,10 +243,10 @@ def _end(
     return transfer_unit(name, transfers[name], channel, boundary, make_buffers)
 
 
-def _check_single(stage: Stage) -> None:
-    owners = stage.owners
-    for index, unit in stage.model.items():
-        if any(owners[parameter] != stage.layout.rank_of(index) for parameter in unit.placements):
+def _check_single(rank_units: RankUnits) -> None:
+    owners = rank_units.owners
+    for index, unit in rank_units.all_units.items():
+        if any(owners[parameter] != rank_units.layout.rank_of(index) for parameter in unit.placements):
             raise ValueError(
                 f"{unit.label} shares a weight with a unit on another pipeline rank (tied embeddings), and every "
                 "weight lives on one; use a schedule on the fold, such as schedule='auto', or tie_word_embeddings=False"

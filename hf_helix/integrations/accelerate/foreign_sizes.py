@@ -1,5 +1,5 @@
-"""Layouts in the words of Transformers and Accelerate: `DistributedConfig`, `ParallelismConfig`, and the YAML of
-`accelerate config`.
+"""Foreign sizes: a layout in the words of Transformers or Accelerate: `DistributedConfig`, `ParallelismConfig`, the
+YAML of `accelerate config`.
 
 In:   such an object or block, and the options of a run.
 Out:  the options with the same layout.
@@ -27,7 +27,7 @@ SAYING_NO_LAYOUT = (
     "sp_attn_implementation",
 )
 
-OtherLayout = DistributedConfig | ParallelismConfig
+ForeignConfig = DistributedConfig | ParallelismConfig
 
 _REFUSED = {
     "tp_plan": ((None, "auto"), "use None or 'auto': the model's own base_model_tp_plan counts"),
@@ -42,8 +42,8 @@ _REFUSED = {
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A layout that another library's configuration says.
+class ForeignSizes:
+    """The sizes of a layout that another library's configuration gives.
 
     Attributes:
         source: the configuration as a text, for errors.
@@ -58,17 +58,17 @@ class Layout:
     shard: str
 
 
-def layout_of(given: object) -> Layout | None:
+def foreign_sizes_of(given: object) -> ForeignSizes | None:
     """Returns the layout that a configuration of another library says; None for other objects. Raises ValueError for
     what cannot be honoured."""
     if isinstance(given, DistributedConfig):
-        return _layout(given, "fsdp_size", [each.name for each in fields(given)])
+        return _foreign_sizes(given, "fsdp_size", [each.name for each in fields(given)])
     if isinstance(given, ParallelismConfig):
-        return _layout(given, "dp_shard_size", SIZES)
+        return _foreign_sizes(given, "dp_shard_size", SIZES)
     return None
 
 
-def layout_of_yaml(block: Mapping[str, Any], source: str) -> Layout | None:
+def foreign_sizes_of_yaml(block: Mapping[str, Any], source: str) -> ForeignSizes | None:
     """Returns the layout of the block `parallelism_config` in a YAML of `accelerate config`; None if it says none.
     Raises ValueError for an unknown key or an impossible layout; names the file."""
     given = {str(key): value for key, value in block.items() if key != "helix"}
@@ -88,37 +88,37 @@ def layout_of_yaml(block: Mapping[str, Any], source: str) -> Layout | None:
     if not sizes:
         return None
     try:
-        return layout_of(ParallelismConfig(**sizes))
+        return foreign_sizes_of(ParallelismConfig(**sizes))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{source}: parallelism_config: {error}") from error
 
 
-def with_layout(config: HelixConfig, layout: Layout) -> HelixConfig:
+def with_foreign_sizes(config: HelixConfig, foreign: ForeignSizes) -> HelixConfig:
     """Returns the options with a layout: each size from the side that says one.
 
     Raises:
         ValueError: the two sides contradict each other, or the layout is for another number of processes.
     """
     usual, new = HelixConfig(), {}
-    for name, theirs in layout.options.items():
+    for name, theirs in foreign.options.items():
         ours, default = getattr(config, name), getattr(usual, name)
         if theirs == default:
             continue
         if ours not in (default, theirs):
             raise ValueError(
-                f"{layout.source} says {name}={theirs}, and the helix options, or another layout, say {name}={ours}; "
+                f"{foreign.source} says {name}={theirs}, and the helix options, or another layout, say {name}={ours}; "
                 f"leave {name} out of one of them"
             )
         new[name] = theirs
     try:
         merged = replace(config, **new) if new else config
     except ValueError as error:
-        raise ValueError(f"{layout.source}: {error}") from error
-    _check_processes(merged, layout)
+        raise ValueError(f"{foreign.source}: {error}") from error
+    _check_processes(merged, foreign)
     return merged
 
 
-def _layout(given: Any, shard: str, words: Any) -> Layout:
+def _foreign_sizes(given: Any, shard: str, words: Any) -> ForeignSizes:
     values = {name: getattr(given, name, None) for name in words}
     said = {name: value for name, value in values.items() if name.endswith("_size") and value not in (None, 1)}
     source = f"{type(given).__name__}({', '.join(f'{name}={value}' for name, value in said.items())})"
@@ -135,16 +135,16 @@ def _layout(given: Any, shard: str, words: Any) -> Layout:
         options["ep_size"] = said["ep_size"] // tp
     if shards > 1:
         options |= {"shard_parameters": True, "dp_replicate_size": copies}
-    return Layout(source, options, shards * copies if said else 0, shard)
+    return ForeignSizes(source, options, shards * copies if said else 0, shard)
 
 
-def _check_processes(config: HelixConfig, layout: Layout) -> None:
+def _check_processes(config: HelixConfig, foreign: ForeignSizes) -> None:
     world = world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     left, rest = divmod(world, config.ranks_per_batch)
-    if rest or layout.dp in (0, left):  # a world that the sizes do not divide is an error of the mesh
+    if rest or foreign.dp in (0, left):  # a world that the sizes do not divide is an error of the mesh
         return
     raise ValueError(
-        f"{layout.source} has {layout.dp} data-parallel rank{'s' * (layout.dp > 1)}, and {world} processes, "
-        f"{config.ranks_per_batch} for a batch, have {left}; use {layout.shard} x dp_replicate_size = {left}, or a "
-        f"HelixConfig, where data parallelism takes the rest; or start {layout.dp * config.ranks_per_batch} processes"
+        f"{foreign.source} has {foreign.dp} data-parallel rank{'s' * (foreign.dp > 1)}, and {world} processes, "
+        f"{config.ranks_per_batch} for a batch, have {left}; use {foreign.shard} x dp_replicate_size = {left}, or a "
+        f"HelixConfig, where data parallelism takes the rest; or start {foreign.dp * config.ranks_per_batch} processes"
     )

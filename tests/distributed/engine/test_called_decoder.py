@@ -63,7 +63,7 @@ def train(helix: dict[str, Any], rule: str = "loss", padded: bool = False, **cha
     whole = tiny(**{"num_hidden_layers": 5, **changes}).train()
     model, config = copy.deepcopy(whole), HelixConfig(plan="greedy", cache=False, **helix)
     mesh = HelixPlugin(config).build_mesh(torch.device("cpu"))
-    options = RunOptions(num_microbatches=3, loss_tweaks=LossTweaks(own=True))
+    options = RunOptions(num_microbatches=3, loss_tweaks=LossTweaks(ends_at_decoder=True))
     engine = Engine(model, config, mesh, options, Instead("", ""))
     torch.manual_seed(3)
     losses = []
@@ -74,8 +74,8 @@ def train(helix: dict[str, Any], rule: str = "loss", padded: bool = False, **cha
             mask = torch.ones_like(ids)
             mask[1, -5:] = 0
             batch["attention_mask"] = mask
-        assert engine.seam is not None
-        with engine.seam.training(step=0):
+        assert engine.called_decoder is not None
+        with engine.called_decoder.training(step=0):
             pair = [RULES[rule](each, batch) for each in (whole, model)]
             for loss in pair:
                 loss.backward()
@@ -87,7 +87,7 @@ def train(helix: dict[str, Any], rule: str = "loss", padded: bool = False, **cha
         for (name, mine), theirs in named
         if theirs.grad is not None
     }
-    return {"losses": losses, "errors": errors, "fused": engine.seam.called.num_fused}
+    return {"losses": losses, "errors": errors, "fused": engine.called_decoder.deferred_backward.num_fused}
 
 
 TIED = {"tie_word_embeddings": True}

@@ -1,4 +1,4 @@
-"""The segments of a decoder that is called are a schedule that can run, and free what nobody reads."""
+"""The programs of a decoder that is called are a schedule that can run, and free what nobody reads."""
 
 import pytest
 
@@ -6,13 +6,13 @@ from hf_helix.planning.schedule.actions import Slot, num_microbatches_of
 from hf_helix.planning.schedule.placement import FOLD, LINEAR, stage_ranks
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.schedule.validate import validate
-from hf_helix.planning.window.seam import mirrored, moved_by, schedule_of_both
+from hf_helix.planning.window.call_programs import mirrored, moved_by, schedule_of_both
 
 
 @pytest.mark.parametrize("name", ["auto", "1f1b"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("pieces", [1, 3, 8])
-def test_the_segments_of_three_calls_are_a_schedule(name: str, num_ranks: int, pieces: int) -> None:
+def test_the_programs_of_three_calls_are_a_schedule(name: str, num_ranks: int, pieces: int) -> None:
     scheduler = Scheduler(name, num_ranks)
     placement = FOLD if name == "auto" else LINEAR
     assert scheduler.placement == placement
@@ -34,8 +34,8 @@ def test_the_segments_of_three_calls_are_a_schedule(name: str, num_ranks: int, p
             moved.append(row)
         return moved
 
-    segments = [forward, both, later(both, pieces), later(mirrored(forward), 2 * pieces)]
-    whole = [[slot for segment in segments for slot in segment[rank]] for rank in range(num_ranks)]
+    programs = [forward, both, later(both, pieces), later(mirrored(forward), 2 * pieces)]
+    whole = [[slot for program in programs for slot in program[rank]] for rank in range(num_ranks)]
     assert num_microbatches_of(whole) == 3 * pieces
     validate(whole, 3 * pieces, stage_ranks(placement, num_ranks))
     if placement == FOLD:

@@ -1,4 +1,4 @@
-"""The seam: a cut decoder that the model's own code calls, as a node of autograd with a lazy backward pass.
+"""A cut decoder that the caller's own loss calls: a node of autograd whose backward pass is deferred.
 
 In:   the arguments of a call of the decoder: ids, masks, positions.
 Out:  the decoder's output and, for a call that asks, all hidden states and the logits of its routers: ordinary tensors,
@@ -6,6 +6,12 @@ Out:  the decoder's output and, for a call that asks, all hidden states and the 
 Must hold: in a training step, `.backward()` of anything computed from them only stores their gradients. The backward
 pass runs overlapped with the next call's forward pass, or in `finish`, which completes the gradients. Calls elsewhere
 leave nothing behind. Code above the decoder is the caller's and runs unchanged on every rank.
+
+    call 1     F1         the caller computes a loss; .backward() stores the gradient of the output
+    call 2     F2 | B1    the backward pass of call 1 runs beside the forward pass of call 2
+    finish     B2         with the gradient reductions
+
+`hf_helix.planning.window.call_programs` makes the three programs, `hf_helix.runtime.deferred_backward` runs them.
 """
 
 import contextlib
@@ -27,11 +33,11 @@ from hf_helix.models.graph.balance import routers_of
 from hf_helix.operators.communication.collectives import prepare_all_gather
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.planning.window.layout import Key
-from hf_helix.runtime.divided import calling, is_calling, is_recording, recording
+from hf_helix.runtime.deferred_backward import DecoderCall, DeferredBackward
+from hf_helix.runtime.divided import is_recording, is_running_model_code, recording, running_model_code
 from hf_helix.runtime.gradients.reduce import set_aside
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.seam import CalledDecoder, DecoderCall
 
 _READ = ("input_ids", "attention_mask", "position_ids")
 """The arguments of a decoder that a call reads."""
@@ -53,7 +59,7 @@ class DecoderOutput(MoeModelOutputWithPast):
 OpenWindow = Callable[[Sequence[MicroBatch]], AbstractContextManager[object]]
 
 
-class Seam:
+class CalledDecoder:
     """Calls of a cut decoder.
 
     Args:
@@ -74,14 +80,14 @@ class Seam:
         maker: WindowMaker,
         check: Callable[[Mapping[str, Any]], object] = lambda batch: None,
         open_window: OpenWindow | None = None,
-        running: Callable[[], AbstractContextManager[object]] = calling,
+        running: Callable[[], AbstractContextManager[object]] = running_model_code,
     ) -> None:
         self.step = 0
-        self.called = CalledDecoder(runner)
+        self.deferred_backward = DeferredBackward(runner)
         self.runner = runner
         self._maker = maker
         self._check = check
-        self._open_window = open_window or (lambda window: set_aside(runner.stage.stepped))
+        self._open_window = open_window or (lambda window: set_aside(runner.rank_units.stepped))
         self._running = running
         self._cut = SequenceCut.of(runner.mesh.tp, runner.mesh.cp)
         self.window: list[MicroBatch] = []
@@ -101,7 +107,7 @@ class Seam:
         self._is_last_normed = getattr(config, "tie_last_hidden_states", True) is not False
 
         def forward(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if is_calling():
+            if is_running_model_code():
                 return stock(*args, **kwargs)
             named = dict(parameters.bind(*args, **kwargs).arguments)
             named |= named.pop(rest, {})
@@ -130,9 +136,9 @@ class Seam:
             )
         batch = {name: given[name] for name in _READ if name in given}
         self._check(batch)
-        hidden = self.called.hidden if given[_HIDDEN] else []
+        hidden = self.deferred_backward.hidden if given[_HIDDEN] else []
         hidden = hidden[:-1] if self._is_last_normed else hidden
-        routers = self.called.routers if given[_ROUTERS] else []
+        routers = self.deferred_backward.routers if given[_ROUTERS] else []
         output, *others = self.outputs(batch, (*hidden, *routers))
         states, logits = tuple(others[: len(hidden)]), tuple(others[len(hidden) :])
         return DecoderOutput(
@@ -143,7 +149,7 @@ class Seam:
 
     def _stray(self, given: Mapping[str, Any]) -> list[str]:
         """Returns the arguments of a call that the cut decoder does not read."""
-        routers = self.called.routers
+        routers = self.deferred_backward.routers
         followed = [_ROUTERS] if routers and len(routers) == self._num_routers else []
         known, asks = (*_READ, *_WITHOUT_EFFECT), (_HIDDEN, *followed)
         missing = [] if "input_ids" in given else ["no input_ids"]
@@ -159,7 +165,7 @@ class Seam:
 
         Args:
             batch: tensors with a row for each sequence.
-            asked: values of `CalledDecoder`: of `hidden` [batch, sequence, hidden], of `routers` [batch * sequence,
+            asked: values of `DeferredBackward`: of `hidden` [batch, sequence, hidden], of `routers` [batch * sequence,
                 experts].
         """
         length, trains = batch["input_ids"].shape[1], torch.is_grad_enabled() and is_recording()
@@ -168,14 +174,14 @@ class Seam:
         is_split = not trains or self.runner.mesh.pipe.size > 1
         batches = split_rows(batch, self.runner) if is_split else [batch]
         rows = [len(each["input_ids"]) for each in batches]
-        pieces, keys = self._pieces(batches), (self.called.output, *asked)
+        pieces, keys = self._pieces(batches), (self.deferred_backward.output, *asked)
         anchor = torch.zeros((), device=self.runner.mesh.device, requires_grad=True)  # makes autograd call `backward`
         if not trains:
-            values = self.called.evaluate(pieces, asked)
+            values = self.deferred_backward.evaluate(pieces, asked)
             whole = [self._whole(key, values.get(key), rows, length) for key in keys]
             return list(_OutsideOfSteps.apply(anchor, *whole))
-        call, values = self.called.forward(pieces, asked)
-        outputs: Sequence[Tensor | None] = values.get(self.called.output) or [None] * len(pieces)
+        call, values = self.deferred_backward.forward(pieces, asked)
+        outputs: Sequence[Tensor | None] = values.get(self.deferred_backward.output) or [None] * len(pieces)
         self.window += [replace(piece, output=_outline(output)) for piece, output in zip(pieces, outputs, strict=True)]
         joined = [self._whole(key, values.get(key), rows, length) for key in keys]
         return list(_Outputs.apply(anchor, self, call, rows, keys, *joined))
@@ -201,18 +207,18 @@ class Seam:
             return
         with self._open:
             self._is_open, self._num_calls = False, 0
-            self.called.finish()
+            self.deferred_backward.finish()
 
     def use(self, runner: Runner) -> None:
         """Runs further windows by the plan of another runner of the same parameters."""
         if runner is not self.runner:
-            num_fused = self.called.num_fused
-            self.runner, self.called = runner, CalledDecoder(runner)
-            self.called.num_fused = num_fused
+            num_fused = self.deferred_backward.num_fused
+            self.runner, self.deferred_backward = runner, DeferredBackward(runner)
+            self.deferred_backward.num_fused = num_fused
 
     def drop(self) -> None:
         """Ends a window without its gradients, as after an error."""
-        self.called.drop()
+        self.deferred_backward.drop()
         self._open.close()
         self._is_open, self._num_calls = False, 0
 
@@ -235,7 +241,7 @@ class Seam:
             rows: the number of rows of each piece.
             length: of the sequence.
         """
-        is_flat, value = key in self.called.routers, None
+        is_flat, value = key in self.deferred_backward.routers, None
         if pieces is not None:
             parts = zip(pieces, rows, strict=True)
             value = torch.cat([piece.unflatten(0, (-1, count)) if is_flat else piece for piece, count in parts], 1)
@@ -253,7 +259,7 @@ class Seam:
     def _axes_of(self, key: Key) -> list[Axis]:
         """Returns the axes that a value of a unit is cut over."""
         mesh = self.runner.mesh
-        return [axis for axis in (mesh.tp, mesh.cp) if axis.size > 1 and key != self.called.output]
+        return [axis for axis in (mesh.tp, mesh.cp) if axis.size > 1 and key != self.deferred_backward.output]
 
     def take_gradient(self, call: DecoderCall, rows: Sequence[int], key: Key, gradient: Tensor) -> None:
         """Stores the gradient of a value of a call, on the rank with its unit.
@@ -264,14 +270,14 @@ class Seam:
             key: the value.
             gradient: of the value as the call returned it.
         """
-        is_flat, given = key in self.called.routers, {}
-        if self.called.is_here(key):
+        is_flat, given = key in self.deferred_backward.routers, {}
+        if self.deferred_backward.is_here(key):
             value = gradient.unflatten(0, (sum(rows), -1)) if is_flat else gradient
             value = self._cut.parted(value.transpose(0, 1))
             for axis in reversed(self._axes_of(key)):
                 value = value.chunk(axis.size)[axis.rank]
             given[key] = [each.flatten(0, 1) if is_flat else each.contiguous() for each in value.split(rows, 1)]
-        self.called.backward(call, given)
+        self.deferred_backward.backward(call, given)
 
 
 def _outline(value: Tensor | None) -> Tensor | None:
@@ -282,9 +288,11 @@ class _Outputs(torch.autograd.Function):
     """The values of a call of the decoder, its output first."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, seam: Seam, call: DecoderCall, *rest: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, anchor: Tensor, called_decoder: CalledDecoder, call: DecoderCall, *rest: Any
+    ) -> tuple[Tensor, ...]:
         rows, keys, *values = rest
-        ctx.seam, ctx.call, ctx.rows, ctx.keys, ctx.first = seam, call, rows, keys, values[0]
+        ctx.called_decoder, ctx.call, ctx.rows, ctx.keys, ctx.first = called_decoder, call, rows, keys, values[0]
         ctx.set_materialize_grads(False)
         return tuple(value.view_as(value) for value in values)
 
@@ -294,7 +302,7 @@ class _Outputs(torch.autograd.Function):
         first = torch.zeros_like(ctx.first) if first is None else first
         for key, gradient in zip(ctx.keys, (first, *others), strict=True):
             if gradient is not None:
-                ctx.seam.take_gradient(ctx.call, ctx.rows, key, gradient)
+                ctx.called_decoder.take_gradient(ctx.call, ctx.rows, key, gradient)
         return (None,) * (5 + len(gradients))
 
 

@@ -1,4 +1,4 @@
-"""The cut decoder, called by code above it: forward passes, and backward passes that wait for the next call.
+"""Deferred backward passes: the backward pass of a call of the decoder runs beside the forward pass of the next call.
 
 In:   a runner whose last unit ends at the decoder's output; the micro-batches of a call; the gradients of what the call
       returned.
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hf_helix.planning.schedule.placement import FRONT
+from hf_helix.planning.window.call_programs import CallPrograms, build_call_programs
 from hf_helix.planning.window.layout import Key
-from hf_helix.planning.window.seam import Segments, build_segments
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.executor import no_sources
 from hf_helix.runtime.gradients.reduce import GradientReducer
@@ -39,8 +39,8 @@ class DecoderCall:
     gradients: dict[Key, Sequence[Tensor]] | None = None
 
 
-class CalledDecoder:
-    """Runs a decoder call by call.
+class DeferredBackward:
+    """Runs a decoder call by call; see `hf_helix.engine.called_decoder` for the order of the passes.
 
     Args:
         runner: the runner of the cut model, whose last unit gives the decoder's output.
@@ -55,18 +55,18 @@ class CalledDecoder:
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.num_fused = 0
-        layout, head = runner.layout, runner.stage.head
+        layout, head = runner.layout, runner.rank_units.head
         graphs = {unit: layout.graph(unit, True) for unit in range(head + 1) if not layout.transfers(unit)}
         whole = [unit for unit in graphs if not layout.units[unit].startswith(FRONT)]
         *self.hidden, self.output = [(unit, graphs[unit].outputs[0]) for unit in whole]
         self.routers: list[Key] = [(unit, value) for unit, graph in graphs.items() for value in graph.shown]
-        self._segments: dict[tuple[int, tuple[Key, ...]], Segments] = {}
+        self._programs: dict[tuple[int, tuple[Key, ...]], CallPrograms] = {}
         self._waiting: deque[DecoderCall] = deque()
         self._reduction: GradientReducer | None = None  # of a window that has begun
 
     def is_here(self, key: Key) -> bool:
         """Returns whether a value is one of this rank's units."""
-        return self.runner.layout.rank_of(key[0]) == self.runner.stage.rank
+        return self.runner.layout.rank_of(key[0]) == self.runner.rank_units.rank
 
     @plain_parameters()
     def forward(
@@ -81,12 +81,12 @@ class CalledDecoder:
         Returns:
             The call, and of every value on the rank with its unit the tensors of the pieces.
         """
-        count, segments = len(pieces), self._segments_for(len(pieces), asked)
+        count, programs = len(pieces), self._programs_for(len(pieces), asked)
         earlier = self._next(count)
         states = dict(enumerate(earlier.states)) if earlier else {}
         if not states:
-            self.runner.stage.mark_weights_stale()
-        program = segments.both if earlier else segments.forward
+            self.runner.rank_units.mark_weights_stale()
+        program = programs.both if earlier else programs.forward
         self.num_fused += earlier is not None
         batches = [*(earlier.pieces if earlier else pieces), *pieces]
         executor = self.runner.executor
@@ -94,11 +94,11 @@ class CalledDecoder:
             program,
             batches,
             self.runner.absent_gradients,
-            training=True,
+            saves_for_backward=True,
             reduce_gradients=self._reducing() if earlier else None,
             states=states,
         )
-        held, read = [states[count + place] for place in range(count)], segments.read_backward
+        held, read = [states[count + place] for place in range(count)], programs.read_backward
         here = [key for key in (self.output, *asked) if self.is_here(key)]
         takes = {key: executor.peek if key in read else executor.take for key in here}
         values = {key: [take(state, key) for state in held] for key, take in takes.items()}
@@ -106,7 +106,7 @@ class CalledDecoder:
 
     def evaluate(self, pieces: Sequence[MicroBatch], asked: tuple[Key, ...] = ()) -> dict[Key, list[Tensor]]:
         """Runs a forward pass that no backward pass follows; returns the values as `forward` does."""
-        self.runner.stage.mark_weights_stale()
+        self.runner.rank_units.mark_weights_stale()
         found = self.runner.run_forward(pieces, (self.output, *asked))
         return {key: values for key, values in found.items() if self.is_here(key)}
 
@@ -129,7 +129,7 @@ class CalledDecoder:
         if self._waiting:
             reduction.last = len(self._waiting[0].pieces) - 1
             self._run_backward(self._waiting.popleft())
-        self.runner.stage.mark_weights_stale()
+        self.runner.rank_units.mark_weights_stale()
         reduction.finish()
         self._reduction = None
 
@@ -145,11 +145,11 @@ class CalledDecoder:
         return self._reduction
 
     def _run_backward(self, call: DecoderCall) -> None:
-        program = self._segments_for(len(call.pieces)).backward
+        program = self._programs_for(len(call.pieces)).backward
         states = dict(enumerate(self._started(call).states))
         reduction = self._reducing()
         self.runner.executor.run(
-            program, call.pieces, no_sources, training=True, reduce_gradients=reduction, states=states
+            program, call.pieces, no_sources, saves_for_backward=True, reduce_gradients=reduction, states=states
         )
 
     def _next(self, count: int) -> DecoderCall | None:
@@ -175,14 +175,14 @@ class CalledDecoder:
         unit, value = key
         return self.runner.layout.key(unit, f"d.{value}", forward=False)
 
-    def _segments_for(self, count: int, asked: tuple[Key, ...] = ()) -> Segments:
-        if (count, asked) not in self._segments:
+    def _programs_for(self, count: int, asked: tuple[Key, ...] = ()) -> CallPrograms:
+        if (count, asked) not in self._programs:
             runner = self.runner
             forward = runner.forward_schedule(count)
             ahead = runner.executor.streams.slots_ahead
             placement = runner.scheduler.placement
             outputs = (self.output, *asked)
-            self._segments[count, asked] = build_segments(
-                runner.plan, forward, runner.layout, runner.stage.rank, outputs, placement, ahead
+            self._programs[count, asked] = build_call_programs(
+                runner.plan, forward, runner.layout, runner.rank_units.rank, outputs, placement, ahead
             )
-        return self._segments[count, asked]
+        return self._programs[count, asked]

@@ -31,11 +31,11 @@ class TuningResult:
     ranks: int = 1  # the number of ranks that share the layers, the experts or the sequences of a pipeline rank
     schedule: str = AUTO
     tier: str = FULL.name
-    verdict: str = ""
+    summary: str = ""
     report: str = ""
 
     def __str__(self) -> str:
-        return f"{self.verdict}\n{self.report}"
+        return f"{self.summary}\n{self.report}"
 
     @property
     def gradient_seconds(self) -> float:
@@ -51,7 +51,7 @@ class TuningResult:
 SMALL = 1.05  # smaller gains are explained
 
 
-def format_verdict(result: TuningResult, contention: str = "") -> str:
+def format_summary(result: TuningResult, contention: str = "") -> str:
     """Returns the choice and its gain, in a sentence; without a gain, the reason. See `contention_of`."""
     chosen, baseline = result.overlaps[result.chosen], baseline_of(result.overlaps)
     plan = f"plan {_named(result.chosen)}"

@@ -1,4 +1,4 @@
-"""Local operators: any differentiable function, run forward and backward as a segment of its own.
+"""Local operators: any differentiable function as an operator, run forward and backward by autograd.
 
 In:   a function over tensors (a Transformers submodule, usually) and its parameters.
 Out:  an operator with inputs detached from earlier operators, so that its backward runs by itself.
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from hf_helix.operators.base import Call, Computation, Tensors, autocast_device
+from hf_helix.operators.base import Computation, OperatorContext, Tensors, autocast_device
 from hf_helix.operators.explicit import Explicit
 from hf_helix.operators.random_numbers import generator, seeded
 from hf_helix.planning.graph.operator import Part
@@ -24,7 +24,7 @@ COMPILER = "inductor"
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of a segment, compiled at its first call.
+    """Returns a function of an operator, compiled at its first call.
 
     torch keeps compilations by the code of a function, and takes the parameters of the function as further inputs. So
     the layers of a model, with the same code, share a compilation. A second shape is compiled with open sizes, and
@@ -54,14 +54,14 @@ def has_hooks(module: Any) -> bool:
     )
 
 
-class Segment(Computation):
-    """`function(*inputs, **side)` as an operator.
+class AutogradOperator(Computation):
+    """`function(*inputs, **side)` as an operator, with the backward pass of autograd.
 
     Args:
         function: returns a tensor or a tuple of tensors.
         parameters: differentiated besides the inputs.
         side: names of the micro-batch's side inputs for its keywords.
-        draws: returns True while the function draws random numbers (dropout); it then runs under the call's seed.
+        draws: returns True while the function draws random numbers (dropout); it then runs under the context's seed.
         num_plain: how many of its outputs, the last ones, have no gradient (indices).
         explicit: replaces the function where it applies.
         backward_reads: whether backward reads the values of parameters; False for a lookup in a table.
@@ -100,22 +100,22 @@ class Segment(Computation):
     def weights_read_by(self, part: Part) -> tuple[Tensor, ...]:
         return self._parameters if self._backward_reads or part in (Part.F, Part.R) else ()
 
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+    def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         explicit = self.explicit
         if explicit is not None and explicit.applies(*inputs):
-            output, kept = explicit.forward(call.precision, *inputs)
-            if call.training:
-                call.saved = partial(explicit.backward, kept)
+            output, kept = explicit.forward(ctx.precision, *inputs)
+            if ctx.saves_for_backward:
+                ctx.saved = partial(explicit.backward, kept)
             return (output,)
-        side = {name: call.side[name] for name in self.side} if self.side else {}
-        if not call.training:
-            return self._run(call, inputs, side)
+        side = {name: ctx.side[name] for name in self.side} if self.side else {}
+        if not ctx.saves_for_backward:
+            return self._run(ctx, inputs, side)
         leaves = tuple([value.detach() for value in inputs])
         for leaf in leaves:
             leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
         with torch.enable_grad():
             given = tuple([leaf.view_as(leaf) for leaf in leaves]) if self._frees_inputs else leaves
-            outputs = self._run(call, given, side)
+            outputs = self._run(ctx, given, side)
         if self._frees_inputs:
             for leaf in leaves:
                 leaf.data = leaf.new_empty(()).expand(leaf.shape)  # the shape is all that its gradient needs
@@ -123,18 +123,18 @@ class Segment(Computation):
         differentiable = outputs[: len(outputs) - self.num_plain]
         if differentiable and (leaves or self._trained()):
             edges = tuple([get_gradient_edge(output) for output in differentiable])
-            call.saved = partial(self._run_backward, tuple([leaf for leaf in leaves if leaf.requires_grad]), edges)
+            ctx.saved = partial(self._run_backward, tuple([leaf for leaf in leaves if leaf.requires_grad]), edges)
         return tuple([output.detach() for output in outputs])
 
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
-        if call.saved is None:  # nothing to differentiate, such as a frozen table
+    def backward(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
+        if ctx.saved is None:  # nothing to differentiate, such as a frozen table
             return ()
-        run: Callable[..., Tensors] = call.saved
-        call.saved = None
-        return run(call, *gradients)
+        run: Callable[..., Tensors] = ctx.saved
+        ctx.saved = None
+        return run(ctx, *gradients)
 
     def _run_backward(
-        self, leaves: Tensors, edges: tuple[GradientEdge, ...], call: Call, *gradients: Tensor | None
+        self, leaves: Tensors, edges: tuple[GradientEdge, ...], ctx: OperatorContext, *gradients: Tensor | None
     ) -> Tensors:
         given = tuple([each for each in gradients if each is not None])
         if len(given) < len(edges):  # the caller of a decoder gave no gradient of a value that it can read
@@ -145,16 +145,16 @@ class Segment(Computation):
     def _trained(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self._parameters if parameter.requires_grad]
 
-    def _run(self, call: Call, inputs: Tensors, side: dict[str, Any]) -> Tensors:
-        with call.precision.autocast():
-            result = self._call_function(call, inputs, side)
+    def _run(self, ctx: OperatorContext, inputs: Tensors, side: dict[str, Any]) -> Tensors:
+        with ctx.precision.autocast():
+            result = self._call_function(ctx, inputs, side)
         return result if isinstance(result, tuple) else (result,)
 
-    def _call_function(self, call: Call, inputs: Tensors, side: dict[str, Any]) -> Any:
+    def _call_function(self, ctx: OperatorContext, inputs: Tensors, side: dict[str, Any]) -> Any:
         if self._draws is None or not self._draws():
             return self.function(*inputs, **side)
         device = next(value.device for value in (*inputs, *self._parameters) if isinstance(value, Tensor))
-        with seeded(device, call.seed):
+        with seeded(device, ctx.seed):
             return self.function(*inputs, **side)
 
 
@@ -163,13 +163,13 @@ class Add(Computation):
 
     has_saved_state = False
 
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+    def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         left, right = inputs
-        call.saved = left.dtype, right.dtype
+        ctx.saved = left.dtype, right.dtype
         return (left + right,)
 
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
-        (left, right), call.saved = call.saved, None
+    def backward(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
+        (left, right), ctx.saved = ctx.saved, None
         (gradient,) = gradients
         return gradient.to(left), gradient.to(right)
 
@@ -182,43 +182,43 @@ class SumOfParts(Computation):
     def __init__(self, count: int) -> None:
         self.count = count
 
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+    def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         first, *others = inputs[0].chunk(self.count)
         return (sum(others, start=first),)
 
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+    def backward(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         return (torch.cat(gradients * self.count),)
 
 
 class Dropout(Computation):
-    """Dropout as of a module, under the call's seed. Backward draws the same mask where forward did not save it."""
+    """Dropout as of a module, under the context's seed. Backward draws the same mask where forward did not save it."""
 
     has_saved_state = False
 
     def __init__(self, module: torch.nn.Dropout) -> None:
         self.module = module
 
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+    def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         (value,) = inputs
         if not self.module.training:
             return (value,)
-        mask = self._mask(call, value)
-        if call.training:
-            call.saved = mask
+        mask = self._mask(ctx, value)
+        if ctx.saves_for_backward:
+            ctx.saved = mask
         return (self._drop(value, mask),)
 
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+    def backward(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         (gradient,) = gradients
         if not self.module.training:
             return (gradient,)
-        mask = self._mask(call, gradient) if call.saved is None else call.saved
-        call.saved = None
+        mask = self._mask(ctx, gradient) if ctx.saved is None else ctx.saved
+        ctx.saved = None
         return (self._drop(gradient, mask),)
 
-    def _mask(self, call: Call, value: Tensor) -> Tensor:
+    def _mask(self, ctx: OperatorContext, value: Tensor) -> Tensor:
         """True for elements that stay. Depends only on the shape, not on strides."""
         kept = torch.empty(value.shape, dtype=torch.bool, device=value.device)
-        return kept.bernoulli_(1 - self.module.p, generator=generator(value.device, call.seed))
+        return kept.bernoulli_(1 - self.module.p, generator=generator(value.device, ctx.seed))
 
     def _drop(self, value: Tensor, mask: Tensor) -> Tensor:
         return (value * mask).mul_(1 / (1 - self.module.p) if self.module.p < 1 else 0.0)
@@ -227,10 +227,10 @@ class Dropout(Computation):
 class SumOfGradients(Computation):
     """The sum of the parts of one gradient, some of which communication brings. Backward only."""
 
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+    def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         raise AssertionError("there is nothing to sum in a forward pass")
 
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+    def backward(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         total = gradients[0]
         for gradient in gradients[1:]:
             total = total + gradient
