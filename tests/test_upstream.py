@@ -421,9 +421,13 @@ def uses_of_package() -> list[Use]:
     return list(every_use())
 
 
+@functools.cache
+def parsed() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
 def every_use() -> Iterator[Use]:
-    trees = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
-    trees = {path: tree for path, tree in trees.items() if path.stem != "upstream"}
+    trees = {path: tree for path, tree in parsed().items() if path.stem != "upstream"}
     own = {name for tree in trees.values() for name in defined(tree)} | OURS
     for path, tree in trees.items():
         where = str(path.relative_to(PACKAGE))
@@ -447,7 +451,11 @@ def defined(tree: ast.AST) -> Iterator[str]:
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and getattr(node.value, "id", "") == "self"
+        ):
             yield node.attr
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "__setattr__":
             yield from (part.value for part in node.args if isinstance(part, ast.Constant))
@@ -467,8 +475,8 @@ def test_every_private_name_that_is_used_is_in_the_table() -> None:
 
 def names_in_code() -> Iterator[str]:
     """The names in the code of the package; a text counts if it is a name and nothing else."""
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for tree in parsed().values():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Attribute):
                 yield node.attr
             elif isinstance(node, ast.FunctionDef | ast.alias):

@@ -84,7 +84,7 @@ class DoctorCommand(OnCluster):
             family_of(base).digest(base)  # raises where no layout at all can be made
             rivals = ranking.fitting_rivals(cluster)
             helps = [f"{each.name}, {each.step.tokens_per_second:,.0f} tokens/s" for each in rivals]
-            helps += self._what_helps(tokens)
+            helps += self._what_helps(simulated, tokens)
             reasons = "\n".join(dropped_lines(ranking.dropped))
             raise ValueError(
                 f"no layout of {self.model} fits {cluster.name}; what fits, predicted: {'; '.join(helps)}; "
@@ -109,7 +109,7 @@ class DoctorCommand(OnCluster):
             print(f"Links between nodes of {rate}, each for {sharing} devices{other}")
         print()
         lines = [*ranking_lines(ranking, cluster, self.top)]
-        lines += help_lines(ranking, lambda: self._what_helps(tokens, (1 + CLOSE) * best.tokens_per_second))
+        lines += help_lines(ranking, lambda: self._what_helps(simulated, tokens, (1 + CLOSE) * best.tokens_per_second))
         print("\n".join(lines))
         for line in self.images_lines(simulated):
             print(line)
@@ -161,7 +161,7 @@ class DoctorCommand(OnCluster):
             f"{', '.join(repr(size_text(step.case.sizes)) for step in ranking.steps)}"
         )
 
-    def _what_helps(self, tokens: int, least: float = 0.0) -> list[str]:
+    def _what_helps(self, simulated: SimulatedModel, tokens: int, least: float = 0.0) -> list[str]:
         """Returns the changed options under which a quick search finds a layout with more than `least` tokens a second,
         each with the layout."""
         from hf_helix.doctor.case import STATES
@@ -176,7 +176,8 @@ class DoctorCommand(OnCluster):
             other = replace(self, **change)
             try:
                 cluster = other.scaled_cluster()
-                steps = other._search(other.simulated_model(cluster), cluster, tokens, leading=0).steps
+                model = other.simulated_model(cluster) if "lora_r" in change else simulated.on(cluster)
+                steps = other._search(model, cluster, tokens, leading=0).steps
             except ValueError:  # such as no network to further devices
                 continue
             if steps and steps[0].tokens_per_second > least:

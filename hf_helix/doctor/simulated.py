@@ -8,6 +8,7 @@ layers.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -66,6 +67,12 @@ class SimulatedModel:
         self.images_per_row = (1 if images_per_row is None else images_per_row) if self.image_tokens else 0
         self._amounts: dict[object, Amounts | ValueError] = {}
         self._kinds: Kinds | None = None
+
+    def on(self, cluster: Cluster) -> SimulatedModel:
+        """Returns the same model on another cluster of the same kind of devices; amounts are counted once for both."""
+        other = copy.copy(self)
+        other.cluster = cluster
+        return other
 
     @property
     def name(self) -> str:

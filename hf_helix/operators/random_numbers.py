@@ -29,7 +29,12 @@ class Source:
 
 @contextmanager
 def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed generators of GPUs as well
+            yield
+        return
+    with torch.random.fork_rng(devices=[device], device_type=device.type):
         torch.manual_seed(seed)
         yield
 

@@ -31,8 +31,8 @@ from hf_helix.tuning import tuner as tuning
 def hasty() -> Iterator[None]:
     """Plans need not be good: searches of a few steps, and operators timed once. Every `Cluster` works like this."""
     with (
-        mock.patch.object(search, "EFFORT", 20_000),
-        mock.patch.object(dhelix, "MAX_STATES", 100),
+        mock.patch.object(search, "EFFORT", 5_000),
+        mock.patch.object(dhelix, "MAX_STATES", 30),
         mock.patch.object(profiler, "IN_A_ROW", 2),
     ):
         yield

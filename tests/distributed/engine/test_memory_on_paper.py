@@ -20,7 +20,6 @@ MICROBATCHES, BATCH, LENGTH = 3, 2, 128
 MODEL: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 352,
-    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 512,
@@ -45,8 +44,10 @@ ENDS: dict[str, tuple[Any, Any]] = {
 
 def peaks(helix: dict[str, Any], plans: tuple[str, ...], model: dict[str, Any]) -> dict[str, tuple[int, list[int]]]:
     """What a window needs on paper, and what was counted, of this rank under each plan."""
-    model_config = AutoConfig.for_model(**{"model_type": "llama", **MODEL, **model})
     config = HelixConfig(**helix, schedule="folded_1f1b")
+    model_config = AutoConfig.for_model(
+        **{"model_type": "llama", "num_hidden_layers": 2 * config.pp_size, **MODEL, **model}
+    )
     work = Workload(model_config, config, torch.device("cpu"))
     window = work.window(MICROBATCHES, BATCH, LENGTH)
     with torch.device("meta"):

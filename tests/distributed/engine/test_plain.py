@@ -25,6 +25,7 @@ GENERATIONS: Mapping[str, Mapping[str, Any]] = {
     "beams": {"num_beams": 3},
     "sampled": {"do_sample": True, "top_k": 20},
 }
+TWO = {"num_hidden_layers": 2}
 SHORT = [FIVE, {**FIVE, "tie_word_embeddings": True, "lora": {}}]
 FAMILIES = [
     {**FIVE, "family": name} for name in ("phimoe", "mixtral", "gpt2", "gpt_neox", "support.derived_models:phi3")
@@ -34,7 +35,7 @@ FAMILIES = [
 TP, PP, EP = {"tp_size": 2}, {"pp_size": 2}, {"ep_size": 2}
 BIASED = [*SHORT, {**FIVE, "family": "gpt2"}]  # with biases, of linears that are cut along their inputs, too
 CALLS: dict[str, tuple[int, dict[str, Any], list[Any]]] = {
-    "tp": (2, TP, SHORT),
+    "tp": (2, TP, [TWO, {**TWO, "tie_word_embeddings": True, "lora": {}}]),
     "pp": (2, PP, SHORT),
     "families, tp": (2, TP, FAMILIES),
     "families, pp": (2, PP, FAMILIES),

@@ -54,19 +54,6 @@ def test_they_hold_the_package(built: Path) -> None:
     assert not {name for name in names if name.startswith(("tests", "benchmarks", "docs", "recipes"))}
 
 
-def test_the_command_runs_from_the_wheel(built: Path, tmp_path: Path) -> None:
-    (wheel,) = built.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path)
-    told = {"PYTHONPATH": str(tmp_path), "HOME": str(tmp_path)}
-    assert run(sys.executable, "-m", "hf_helix", "--version", **told) == f"hf-helix {hf_helix.__version__}\n"
-    where = run(sys.executable, "-c", "import hf_helix; print(hf_helix.__file__)", **told)
-    assert where.startswith(str(tmp_path))
-    assert "transformers" in run(sys.executable, "-m", "hf_helix", "env", **told)
-    listed = run(sys.executable, "-m", "hf_helix", "cluster", "--list", **told)
-    assert "h100x8" in listed, "clusters are in the wheel"
-
-
 def test_a_user_of_the_wheel(built: Path, tmp_path: Path) -> None:
     """The wheel is alone in an environment of its own; the packages that it requires are read from this environment."""
     (wheel,) = built.glob("*.whl")

@@ -35,7 +35,8 @@ def follow(folder: str, optim: str, helix: dict[str, Any] | None = None, resume:
     """Returns the logged losses, of the stock Trainer without `helix`. A class in `MADE` is the script's to make."""
     torch.manual_seed(0)
     rows = STEPS * [torch.randint(1, 131, (16,)) for _ in range(4)]
-    model = llama(hidden_size=128, intermediate_size=256, num_hidden_layers=4)
+    sizes = {} if optim in MADE else {"hidden_size": 128, "intermediate_size": 256}  # blocks are of 256 elements
+    model = llama(num_hidden_layers=4, **sizes)
     sharded = helix is not None and not ({"tp_size", "pp_size"} & helix.keys())
     training: dict[str, Any] = {"learning_rate": RATES.get(optim, 2e-3), "save_strategy": "steps", "save_steps": SAVED}
     training |= {"max_steps": STEPS, "logging_steps": 1, "lr_scheduler_type": "constant", **OPTIONS.get(optim, {})}

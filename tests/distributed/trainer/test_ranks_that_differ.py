@@ -24,10 +24,11 @@ from hf_helix.runtime.distributed.mesh import rank
 
 Helix = dict[str, Any] | None
 
+PIPELINE = {"pp_size": 2, "schedule": "1f1b"}
 LAYOUTS = [
     ({"tp_size": 2}, 1),
     ({"shard_parameters": True}, 2),
-    pytest.param({"pp_size": 2}, 1, marks=pytest.mark.slow),
+    pytest.param(PIPELINE, 1, marks=pytest.mark.slow),
     pytest.param({"cp_size": 2}, 1, marks=pytest.mark.slow),
     pytest.param({"shard_optimizer": True}, 2, marks=pytest.mark.slow),
     pytest.param({}, 2, marks=pytest.mark.slow),
@@ -37,7 +38,7 @@ LAYOUTS = [
 def made(folder: str, helix: Helix, training: dict[str, Any] | None = None, **options: Any) -> Trainer:
     helix = None if helix is None else {"plan": "sequential", **helix}
     data = {"train_dataset": sequences(24), "eval_dataset": sequences(4, seed=9)}
-    return build(folder, helix, training, model=tiny(num_hidden_layers=4), **{**data, **options})
+    return build(folder, helix, training, model=tiny(num_hidden_layers=2), **{**data, **options})
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------
@@ -56,9 +57,9 @@ def draw(folder: str, helix: Helix) -> list[Any]:
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a daemon has no workers
     result = []
     for workers in (0, 2):
-        training = {"dataloader_num_workers": workers, "max_steps": 5, "gradient_accumulation_steps": 2}
+        training = {"dataloader_num_workers": workers, "max_steps": 3, "gradient_accumulation_steps": 2}
         training |= {"dataloader_multiprocessing_context": "fork"} if workers else {}
-        trainer = made(folder, helix, training, data_collator=draws, train_dataset=sequences(12))
+        trainer = made(folder, helix, training, data_collator=draws, train_dataset=sequences(8))
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         result.append([*losses, trainer.evaluate()["eval_loss"]])
@@ -208,7 +209,7 @@ def losses_by_step(folder: str, helix: Helix) -> list[tuple[int, float]]:
     return [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("helix", [{"tp_size": 2}, pytest.param({"pp_size": 2}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("helix", [{"tp_size": 2}, pytest.param(PIPELINE, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("of_ones_own", [False, True], ids=["enable_jit_checkpoint", "a handler"])
 def test_preemption(helix: dict[str, Any], of_ones_own: bool, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
     expected, _ = stock(losses_by_step)

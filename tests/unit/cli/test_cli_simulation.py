@@ -1,6 +1,11 @@
 """`hf-helix simulate` and `hf-helix doctor` on a small model and clusters written here."""
 
+import contextlib
+import importlib.util
+import io
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +30,54 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cluster_file(tmp_path_factory.mktemp("cluster") / "small.yaml")
 
 
-@pytest.fixture
-def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def one_process() -> Iterator[None]:
     """The doctor searches in this process: others would count once more what one of them has counted."""
-    monkeypatch.setattr("hf_helix.cli.doctor.usable_cores", lambda: 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_helix.cli.doctor.usable_cores", lambda: 1)
+        yield
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a command printed, and the files that it wrote."""
+
+    text: str
+    file: Path
+    page: Path
+
+
+def said_by_doctor(folder: Path, cluster: Path, *words: object) -> Said:
+    """What the doctor says and writes, with a page where bokeh is installed."""
+    said, output = Said("", folder / "helix.yaml", folder / "page.html"), io.StringIO()
+    html = ["--html", said.page] if importlib.util.find_spec("bokeh") else []
+    with contextlib.redirect_stdout(output):
+        main(words_of("doctor", cluster, "--batch_tokens", "2k", "--write", said.file, *html, *words))
+    return replace(said, text=output.getvalue())
+
+
+@pytest.fixture(scope="module")
+def roomy(small: Path, one_process: None, tmp_path_factory: pytest.TempPathFactory) -> Said:
+    """What the doctor says where every layout fits."""
+    return said_by_doctor(tmp_path_factory.mktemp("roomy"), small, "--why")
+
+
+@pytest.fixture(scope="module")
+def scarce(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cluster of which no device holds the whole model."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        main(words_of("simulate", small, "--gpus", 1, "--recompute", "full"))
+    line = next(line for line in output.getvalue().splitlines() if line.startswith("  memory"))
+    number, unit = line.split()[1:3]
+    size = float(number) * {"GB": 1, "MB": 1e-3}[unit]
+    return cluster_file(tmp_path_factory.mktemp("cluster") / "scarce.yaml", memory_gb=0.4 * size)
+
+
+@pytest.fixture(scope="module")
+def cut(scarce: Path, one_process: None, tmp_path_factory: pytest.TempPathFactory) -> Said:
+    """What the doctor says where the model has to be cut."""
+    return said_by_doctor(tmp_path_factory.mktemp("cut"), scarce)
 
 
 def cluster_file(path: Path, memory_gb: float = 4, **keys: Any) -> Path:
@@ -78,51 +127,45 @@ def test_adapters_that_cannot_be_made_are_refused_by_the_option(small: Path, cap
     assert "no_such" in refused(capsys, words_of("simulate", small, "--lora_r", 2, "--target_modules", "no_such"))
 
 
-def test_the_doctor_says_plain_data_parallelism_first_where_it_wins(
-    small: Path, one_process: None, capsys: Any, tmp_path: Path
-):
-    file = tmp_path / "helix.yaml"
-    main(words_of("doctor", small, "--batch_tokens", "8k", "--why", "--write", file))
-    said = capsys.readouterr().out
-    lines = said.splitlines()
-    assert lines[0] == "LlamaForCausalLM on two CPUs, 2 devices, 8,000 tokens a step asked for"
+def test_the_doctor_says_plain_data_parallelism_first_where_it_wins(roomy: Said):
+    lines = roomy.text.splitlines()
+    assert lines[0] == "LlamaForCausalLM on two CPUs, 2 devices, 2,000 tokens a step asked for"
     assert lines[2] == "Plain data parallelism is the fastest of these: no layer has to be cut."
     assert lines[4].split()[:2] == ["dp", "2"]
-    assert "tp 2 " in said
-    assert "cp_size=2 leaves less than 2,048 of 128 tokens to a rank:\n    cp 2" in said
-    assert "of it exposed" not in said, "the best sends nothing in its window"
-    loaded = load_config_from_file(str(file))
+    assert "tp 2 " in roomy.text
+    assert "cp_size=2 leaves less than 2,048 of 128 tokens to a rank:\n    cp 2" in roomy.text
+    assert "of it exposed" not in roomy.text, "the best sends nothing in its window"
+    loaded = load_config_from_file(str(roomy.file))
     assert (loaded.num_processes, loaded.use_cpu, loaded.mixed_precision) == (2, True, "no")
     assert loaded.distributed_type.value == "MULTI_GPU"
-    assert HelixConfig.from_file(file) == HelixConfig(plan="sequential", shard_optimizer=True)
-    assert "of the window, for weights that other ranks have stepped" in said
+    assert HelixConfig.from_file(roomy.file) == HelixConfig(plan="sequential", shard_optimizer=True)
+    assert "of the window, for weights that other ranks have stepped" in roomy.text
     assert "--config_file" in lines[-1]
 
 
-def test_the_file_of_a_cut_layout_is_taken_by_helix(one_process: None, capsys: Any, tmp_path: Path):
-    size = memory_for_one(capsys, cluster_file(tmp_path / "roomy.yaml"))
-    scarce = cluster_file(tmp_path / "scarce.yaml", memory_gb=0.4 * size)
-    file = tmp_path / "helix.yaml"
-    main(words_of("doctor", scarce, "--batch_tokens", "8k", "--write", file))
-    said = capsys.readouterr().out
-    assert "Data parallelism of hf_helix alone does not work: needs " in said
-    config = HelixConfig.from_file(file)
+def test_the_doctor_writes_a_page_of_all_rows(roomy: Said):
+    pytest.importorskip("bokeh")
+    rows = [line for line in roomy.text.splitlines() if line.count("%") > 4]
+    text = roomy.page.read_text()
+    assert len(rows) > 2
+    assert all(row in text for row in rows)
+    assert {row.partition("  ")[0] for row in rows} == set(re.findall(r'"([^"]+), [\d,]+ tokens/s"', text))
+
+
+def test_the_file_of_a_cut_layout_is_taken_by_helix(cut: Said):
+    assert "Data parallelism of hf_helix alone does not work: needs " in cut.text
+    config = HelixConfig.from_file(cut.file)
     assert config.tp_size * config.pp_size == 2
-    assert load_config_from_file(str(file)).num_processes == 2
+    assert load_config_from_file(str(cut.file)).num_processes == 2
 
 
-def test_states_go_to_the_host_where_the_best_layout_recomputes(one_process: None, capsys: Any, tmp_path: Path):
-    size = memory_for_one(capsys, cluster_file(tmp_path / "roomy.yaml"))
-    scarce = cluster_file(tmp_path / "scarce.yaml", memory_gb=0.4 * size)
-
-    def rows(*words: str) -> dict[str, tuple[bool, int]]:
+def test_states_go_to_the_host_where_the_best_layout_recomputes(cut: Said, scarce: Path, tmp_path: Path):
+    def rows(said: str) -> dict[str, tuple[bool, int]]:
         """Of each layout, whether the host has states, and its tokens a second."""
-        main(words_of("doctor", scarce, "--batch_tokens", "8k", *words))
-        row = r"^((?:\w\w \d(?: x )?)+) .*? ([\d,]+) +\d+% (.*)$"
-        found = re.findall(row, capsys.readouterr().out, re.MULTILINE)
+        found = re.findall(r"^((?:\w\w \d(?: x )?)+) .*? ([\d,]+) +\d+% (.*)$", said, re.MULTILINE)
         return {name: ("offload optimizer" in how, int(rate.replace(",", ""))) for name, rate, how in found}
 
-    usual, without = rows(), rows("--offload", "none")
+    usual, without = rows(cut.text), rows(said_by_doctor(tmp_path, scarce, "--offload", "none").text)
     assert without.keys() <= usual.keys()
     assert any(on_host for on_host, _ in usual.values())
     assert not any(on_host for on_host, _ in without.values())
@@ -133,7 +176,7 @@ def test_states_go_to_the_host_where_the_best_layout_recomputes(one_process: Non
 def test_another_row_than_the_best_is_shown_and_written(one_process: None, capsys: Any, tmp_path: Path):
     nodes = {"nodes": 2, "devices_per_node": 1, "network": {"gb_per_s": 0.1, "latency_us": 100}}
     two, file = cluster_file(tmp_path / "two.yaml", **nodes), tmp_path / "helix.yaml"
-    words = words_of("doctor", two, "--batch_tokens", "8k", "--top", 1)
+    words = words_of("doctor", two, "--batch_tokens", "2k", "--top", 1)
     main([*words, "--layout", "PP2", "--write", str(file)])
     parts = capsys.readouterr().out.partition("As asked:\n")[2]
     assert parts.startswith("pp 2 on two CPUs")
@@ -144,27 +187,23 @@ def test_another_row_than_the_best_is_shown_and_written(one_process: None, capsy
     assert "--layout 'tp 3': there is no such layout of these devices; use one of 'dp 2', " in said
 
 
-def test_a_capacity_of_experts_is_in_the_file(small: Path, one_process: None, capsys: Any, tmp_path: Path):
+def test_a_capacity_of_experts_is_in_the_file(
+    small: Path, one_process: None, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HELIX_CACHE", str(tmp_path / "cache"))
     model, file = ROOT / "recipes" / "models" / "tiny-mixtral", tmp_path / "helix.yaml"
-    options = ["--model", model, "--batch_tokens", "8k", "--expert_capacity_factor", 1.5, "--write", file]
+    options = ["--model", model, "--batch_tokens", "2k", "--expert_capacity_factor", 1.5, "--write", file]
     main(words_of("doctor", small, *options))
     said = capsys.readouterr().out
     assert "expert_capacity_factor 1.5" in said
     assert "--imbalance" not in said, "rows are known"
     assert HelixConfig.from_file(file).expert_capacity_factor == 1.5
-
-
-def memory_for_one(capsys: Any, cluster: Path) -> float:
-    """GB that one process needs which holds the whole model."""
-    main(words_of("simulate", cluster, "--gpus", 1, "--recompute", "full"))
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  memory"))
-    number, unit = line.split()[1:3]
-    return float(number) * {"GB": 1, "MB": 1e-3}[unit]
+    assert not (tmp_path / "cache" / "layouts").exists(), "a run is told nothing that was only supposed"
 
 
 def test_a_model_that_no_layout_holds_is_refused_with_all_reasons(capsys: Any, tmp_path: Path):
     tiny = cluster_file(tmp_path / "tiny.yaml", memory_gb=0.0001)
-    said = refused(capsys, words_of("doctor", tiny, "--batch_tokens", "8k"))
+    said = refused(capsys, words_of("doctor", tiny, "--batch_tokens", "2k"))
     assert "fits two CPUs; more devices (--gpus), shorter sequences" in said
     assert "of a device that has 0.1 MB, with all that saves memory:\n    dp 2" in said
 
@@ -197,7 +236,7 @@ def test_a_model_that_no_layout_holds_is_refused_with_all_reasons(capsys: Any, t
     ],
 )
 def test_what_is_malformed_is_refused(words: list[str], message: str, small: Path, one_process: None, capsys: Any):
-    given = words_of("doctor", small, *(["--batch_tokens", "8k"] if "--batch_tokens" not in words else []), *words)
+    given = words_of("doctor", small, *(["--batch_tokens", "2k"] if "--batch_tokens" not in words else []), *words)
     assert message in refused(capsys, given)
 
 
@@ -217,17 +256,6 @@ def test_simulate_shows_all_plans(small: Path, capsys: Any, monkeypatch: Any):
     assert rows.keys() == {"sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search"}
     assert rows["sequential"].endswith("1.00x")
     assert float(rows["greedy"].split()[-1].removesuffix("x")) > 1.0
-
-
-def test_the_doctor_writes_a_page_of_all_rows(small: Path, one_process: None, capsys: Any, tmp_path: Path):
-    pytest.importorskip("bokeh")
-    page = tmp_path / "page.html"
-    main(words_of("doctor", small, "--batch_tokens", "2k", "--html", page))
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.count("%") > 4]
-    text = page.read_text()
-    assert len(rows) > 2
-    assert all(row in text for row in rows)
-    assert {row.partition("  ")[0] for row in rows} == set(re.findall(r'"([^"]+), [\d,]+ tokens/s"', text))
 
 
 def test_simulate_writes_a_page(small: Path, capsys: Any, tmp_path: Path):

@@ -78,11 +78,10 @@ def test_a_product_that_torch_cannot_run_on_meta_returns_what_it_adds_to():
     [
         (aten._unsafe_view.default, lambda: (meta(3, 4), [12])),  # its declaration does not say that it returns a view
         (aten.t.default, lambda: (meta(3, 4),)),
-        (aten.add_.Tensor, lambda: (meta(3, 4), meta(3, 4))),
         (aten.mul.Tensor, lambda: (meta(3), torch.ones(()))),  # a value that may decide
     ],
 )
-def test_views_and_what_is_written_to_are_never_made_again(function: Any, args: Any):
+def test_views_and_what_values_decide_are_never_made_again(function: Any, args: Any):
     for _ in range(2):
         arguments = args()
         with Calls() as calls:
@@ -90,3 +89,26 @@ def test_views_and_what_is_written_to_are_never_made_again(function: Any, args: 
         assert len([name for name in calls.names if name != "empty_strided"]) == 1
         if arguments[0].dim() == 2:
             assert result.untyped_storage()._cdata == arguments[0].untyped_storage()._cdata
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "runs"),
+    [
+        (aten.add_.Tensor, lambda: (meta(3, 4), meta(3, 4)), 0),
+        (aten.addmm_.default, lambda: (meta(3, 5), meta(3, 4), meta(4, 5)), 0),
+        (aten.t_.default, lambda: (meta(3, 4),), 1),  # writes to the shape
+        (aten.add_.Tensor, lambda: (meta(3), torch.ones(())), 1),
+    ],
+)
+def test_what_writes_to_its_first_argument_alone_runs_once(
+    function: Any, args: Any, runs: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(made, "_written", set())
+    expected = described(function(*args()))
+    made_on_meta(function, args(), {})
+    arguments = args()
+    with Calls() as calls:
+        result = made_on_meta(function, arguments, {})
+    assert (len(calls.names) > 0) == runs
+    assert result is arguments[0]
+    assert described(result) == expected
