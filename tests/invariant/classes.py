@@ -317,5 +317,5 @@ def layouts_by_class() -> dict[str, set[str]]:
         family = case.model.get("family", "llama")
         if case.layout and family in FAMILIES:
             made = FAMILIES[family].__annotations__["return"]
-            result.setdefault(made, set()).add(case.layout)
+            result.setdefault(made.__name__, set()).add(case.layout)
     return result

@@ -14,14 +14,14 @@ import socket
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
 JOB_TIMEOUT = 240
-MOST_THREADS = 200
-"""Each gloo group has two threads, which sleep; ranks keep the groups of every mesh that they made."""
+MOST_THREADS = 60
+"""Each gloo group has a thread that wakes every 10 ms, used or not: with hundreds of them in each of 14 ranks, the
+machine did little else. Ranks keep the groups of every mesh that they made."""
 Job = str | Callable[..., Any]
 
 
@@ -128,22 +128,6 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def share_device() -> None:
-    """Gives all gloo groups of this process one device, and so one thread for its sockets. By itself each group has a
-    device of its own, whose thread wakes every 10 ms, used or not; ranks keep the groups of every mesh they made, and
-    those of a session took a tenth of a machine of two cores."""
-    from torch.distributed import ProcessGroupGloo
-
-    device, usual = ProcessGroupGloo.create_default_device(), ProcessGroupGloo.__init__
-
-    def on_one_device(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        options = ProcessGroupGloo._Options()
-        options._devices, options._timeout = [device], timeout
-        usual(self, store, rank, size, options)
-
-    ProcessGroupGloo.__init__ = on_one_device  # type: ignore[method-assign, assignment]
-
-
 def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     os.environ.update(
         RANK=str(rank),
@@ -157,7 +141,6 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     import torch
     from support.tuning_jobs import hasty, world
 
-    share_device()
     torch.set_num_threads(1)
     gc.freeze()  # what is imported stays; collections need not look at it each time
     assert world() == size  # the process group is there from the first job on

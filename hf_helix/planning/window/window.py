@@ -18,7 +18,7 @@ orders of places; places become instructions once, at the end.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
@@ -261,7 +261,8 @@ class NumberedPass(NamedTuple):
     indices: Sequence[int]  # the instructions, as indices into the pattern
 
 
-class StepOperator(NamedTuple):
+@dataclass(frozen=True)
+class StepOperator:
     """A gradient reduction, a weight gather, or a copy of either between host and device."""
 
     name: Name
@@ -335,9 +336,9 @@ class Window:
             for number, (named, each) in enumerate(zip(named_gathers(layout), layout.gathers, strict=True))
         ]
         copies = zip(reductions + gathers, named_copies(layout), strict=layout.on_host)
-        copied = [each._replace(name=name, op=op) for each, (name, op) in copies]
+        copied = [replace(each, name=name, op=op) for each, (name, op) in copies]
         often = [reductions[number] for number in layout.reduced_often]
-        earlier = [each._replace(microbatch=microbatch) for microbatch in range(last) for each in often]
+        earlier = [replace(each, microbatch=microbatch) for microbatch in range(last) for each in often]
         return reductions + gathers + copied + earlier
 
     @cached_property
