@@ -23,6 +23,7 @@ from hf_helix.report.flops import peak_tflops, token_flops
 from hf_helix.report.live import LiveScore, short_entries
 from hf_helix.report.perfetto import write_perfetto
 from hf_helix.runtime.cuda_graphs import WindowGraphs
+from hf_helix.runtime.deferred_backward import modes_kept
 from hf_helix.runtime.distributed.agreement import agree_on_action, all_gather_object
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.divided import plain_parameters
@@ -126,14 +127,10 @@ class Diagnostics:
         if self.graphs is not None:
             self.graphs.keep_gradients()
             self.graphs.release()  # their memory is that of another window
-        modes = {module: module.training for module in self.model.modules()}
-        self.model.train()
-        try:
+        with modes_kept(self.model.modules()):
+            self.model.train()
             with watched(), plain_parameters(), set_aside(self.runner.rank_units.stepped):
                 yield self.last_window
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
 
     # -- the logs ------------------------------------------------------------------------------------------------
 

@@ -29,13 +29,10 @@ class Source:
 
 @contextmanager
 def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    if device.type == "cpu":
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed generators of GPUs as well
-            yield
-        return
-    with torch.random.fork_rng(devices=[device], device_type=device.type):
-        torch.manual_seed(seed)
+    is_cpu = device.type == "cpu"  # where `torch.manual_seed` would seed generators of GPUs as well
+    seed_generators = torch.default_generator.manual_seed if is_cpu else torch.manual_seed
+    with torch.random.fork_rng(devices=[] if is_cpu else [device], device_type=device.type):
+        seed_generators(seed)
         yield
 
 

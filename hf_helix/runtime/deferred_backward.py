@@ -8,8 +8,9 @@ Must hold: a backward pass runs overlapped with the forward pass of the next cal
 rank of a batch makes the same calls and gives gradients in the same order.
 """
 
+import contextlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -22,6 +23,17 @@ from hf_helix.runtime.executor import no_sources
 from hf_helix.runtime.gradients.reduce import GradientReducer
 from hf_helix.runtime.microbatch import MicroBatch, MicroBatchState
 from hf_helix.runtime.runner import Runner
+
+
+@contextlib.contextmanager
+def modes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Returns the context after which modules have the modes (train or eval) from before."""
+    modes = {module: module.training for module in modules}
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 @dataclass(eq=False)
@@ -88,7 +100,7 @@ class DeferredBackward:
             The call, and of every value on the rank with its unit the tensors of the pieces.
         """
         count, programs = len(pieces), self._programs_for(len(pieces), asked)
-        modes = self._modes()
+        modes = [module.training for module in self.modules]
         earlier = self._next(count, modes)
         states = dict(enumerate(earlier.states)) if earlier else {}
         if not states:
@@ -163,21 +175,13 @@ class DeferredBackward:
     def _run_backward(self, call: DecoderCall) -> None:
         program = self._programs_for(len(call.pieces)).backward
         states = dict(enumerate(self._started(call).states))
-        reduction, modes = self._reducing(), self._modes()
-        self._set_modes(call.modes)
-        try:
+        reduction = self._reducing()
+        with modes_kept(self.modules):
+            for module, mode in zip(self.modules, call.modes, strict=True):
+                module.training = mode
             self.runner.executor.run(
                 program, call.pieces, no_sources, saves_for_backward=True, reduction=reduction, states=states
             )
-        finally:
-            self._set_modes(modes)
-
-    def _modes(self) -> list[bool]:
-        return [module.training for module in self.modules]
-
-    def _set_modes(self, modes: Sequence[bool]) -> None:
-        for module, mode in zip(self.modules, modes, strict=True):
-            module.training = mode
 
     def _next(self, count: int, modes: Sequence[bool]) -> DecoderCall | None:
         """Returns the call whose backward pass runs beside a forward pass of `count` pieces in `modes`."""

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -54,9 +54,8 @@ class Cluster:
     def run(self, job: Job, **arguments: Any) -> list[Any]:
         """The results of every rank; fails if one of them raised."""
         results = self.attempt(job, **arguments)
-        failed = {rank: result for rank, result in enumerate(results) if isinstance(result, Failure)}
-        if failed:
-            raise JobFailed("\n".join(f"rank {rank}: {failure.trace}" for rank, failure in failed.items()))
+        if raised := traces_of(dict(enumerate(results))):
+            raise JobFailed("\n".join(raised))
         return results
 
     def errors(self, job: Job, **arguments: Any) -> list[Failure]:
@@ -92,11 +91,8 @@ class Cluster:
             ready = wait(pending, timeout=JOB_TIMEOUT)
             if not ready:
                 self.close()
-                raised = [
-                    f"rank {rank}: {result.trace}" for rank, result in results.items() if isinstance(result, Failure)
-                ]
                 hanging = f"{name} hangs on ranks {sorted(set(range(self.size)) - results.keys())}"
-                raise JobFailed("\n".join([hanging, *raised]))
+                raise JobFailed("\n".join([hanging, *traces_of(results)]))
             for pipe in ready:
                 results[self._pipes.index(pipe)] = pipe.recv()  # type: ignore[arg-type, union-attr]
         return [results[rank] for rank in range(self.size)]
@@ -113,6 +109,11 @@ class Cluster:
     def is_worn(self) -> bool:
         """Whether a rank has more than `MOST_THREADS`."""
         return any(len(os.listdir(f"/proc/{process.pid}/task")) > MOST_THREADS for process in self._processes)
+
+
+def traces_of(results: Mapping[int, Any]) -> list[str]:
+    """The traces of the ranks whose result is a failure."""
+    return [f"rank {rank}: {result.trace}" for rank, result in results.items() if isinstance(result, Failure)]
 
 
 def forking() -> ForkServerContext:

@@ -160,7 +160,7 @@ class _Turns:
 def reduce_gradients(window: Window, order: Order) -> Order:
     """Inserts each gradient reduction after the last adder to its gradients."""
     added: dict[int, list[int]] = {}
-    left = set(window.reduction_places.values()) if window.layout.reductions else set()
+    left = set(window.reduction_places.values())
     for position in range(len(order) - 1, -1, -1) if left else ():
         place = order[position]
         numbers = window.pattern.reductions.get(window.indices[place], ()) if place >= 0 else ()
