@@ -16,6 +16,8 @@ OLD_VERSIONS := torch==$(TORCH) transformers==5.17.0 accelerate==1.14.0 'hugging
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
+# Many processes import the same modules: their bytecode is kept, whatever the shell says.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help install demo test test-slow test-oldest package golden fuzz lint format docs site bench gpu-check gpu-check-dry clean
 

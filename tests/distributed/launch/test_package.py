@@ -54,8 +54,9 @@ def test_they_hold_the_package(built: Path) -> None:
     assert not {name for name in names if name.startswith(("tests", "benchmarks", "docs", "recipes"))}
 
 
+@pytest.mark.slow
 def test_a_user_of_the_wheel(built: Path, tmp_path: Path) -> None:
-    """The wheel is alone in an environment of its own; the packages that it requires are read from this environment."""
+    """As `make package`, but for packages that the wheel requires: these are read from this environment."""
     (wheel,) = built.glob("*.whl")
     venv.create(tmp_path / "environment", with_pip=False)
     programs = tmp_path / "environment" / "bin"
