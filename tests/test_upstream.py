@@ -379,6 +379,7 @@ DOCUMENTED = {
 }
 ENDINGS = {
     "_again",
+    "_foreach_",
     "_kwargs",
     "_multiplier",
     "_name",
@@ -387,7 +388,7 @@ ENDINGS = {
     "_sort_index",
     "_token_id",
     "_token_index",
-}  # of other words
+}  # parts of other words
 OURS = {"_hf_helix_told", "_is_cut_by_helix"}  # set on objects of others
 
 

@@ -130,7 +130,7 @@ def declare(
         units, modes = in_halves(units, modes, [layer_indices.index(each) for each in halved])
     elif config.layers_per_stage is not None:
         units, modes, counts = cut_layers(units, modes, layer_ranks(placement, mesh.pipe.size), config.layers_per_stage)
-    units = recompute_units(units, modes, mesh.host_link)
+    units = recompute_units(units, modes, mesh)
     placements = {p: placed for unit in units for p, placed in unit.placements.items()}
     make_buffers, of_slice = family.empty(base, mesh.tp.size, loss_tweaks.ends_at_decoder), None
     if config.spread_vocabulary:

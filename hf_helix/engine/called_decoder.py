@@ -34,10 +34,15 @@ from hf_helix.operators.communication.collectives import prepare_all_gather
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.planning.window.layout import Key
 from hf_helix.runtime.deferred_backward import DecoderCall, DeferredBackward
-from hf_helix.runtime.divided import is_recording, is_running_model_code, recording, running_model_code
-from hf_helix.runtime.gradients.reduce import set_aside
+from hf_helix.runtime.divided import (
+    is_recording,
+    is_running_model_code,
+    plain_parameters,
+    recording,
+    running_model_code,
+)
 from hf_helix.runtime.microbatch import MicroBatch
-from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.runner import Runner, forget_gradients, set_aside
 
 _READ = ("input_ids", "attention_mask", "position_ids")
 """The arguments of a decoder that a call reads."""
@@ -88,7 +93,7 @@ class CalledDecoder:
         self.runner = runner
         self._maker = maker
         self._check = check
-        self._open_window = open_window or (lambda window: set_aside(runner.rank_units.stepped))
+        self._open_window = open_window or (lambda window: set_aside(runner))
         self._running = running
         self._cut = SequenceCut.of(runner.mesh.tp, runner.mesh.cp)
         self.window: list[MicroBatch] = []
@@ -221,6 +226,9 @@ class CalledDecoder:
     def drop(self) -> None:
         """Ends a window without its gradients, as after an error."""
         self.deferred_backward.drop()
+        if self.is_open:
+            with plain_parameters():
+                forget_gradients(self.runner)
         self._open.close()
         self.is_open, self._num_calls = False, 0
 

@@ -28,10 +28,9 @@ from hf_helix.runtime.distributed.agreement import agree_on_action, all_gather_o
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.failures.heartbeat import watched
-from hf_helix.runtime.gradients.reduce import set_aside
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.rank_units import RankUnits
-from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.runner import Runner, set_aside
 from hf_helix.tuning.budget import BASELINE
 from hf_helix.tuning.candidates import PAPER, Comparison, compare
 from hf_helix.tuning.result_text import TuningResult
@@ -129,7 +128,7 @@ class Diagnostics:
             self.graphs.release()  # their memory is that of another window
         with modes_kept(self.model.modules()):
             self.model.train()
-            with watched(), plain_parameters(), set_aside(self.runner.rank_units.stepped):
+            with watched(), plain_parameters(), set_aside(self.runner):
                 yield self.last_window
 
     # -- the logs ------------------------------------------------------------------------------------------------

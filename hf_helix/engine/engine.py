@@ -79,10 +79,10 @@ from hf_helix.runtime.divided import (
 )
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.failures.values import value_bounds
-from hf_helix.runtime.gradients.reduce import gradient_norm, set_aside
+from hf_helix.runtime.gradients.reduce import gradient_norm
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.notices import say
-from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.runner import Runner, set_aside
 from hf_helix.tuning.cache import fingerprint
 from hf_helix.tuning.candidates import calibrate_link
 from hf_helix.tuning.result_text import TuningResult
@@ -295,7 +295,7 @@ class Engine(Diagnostics):
     ) -> TuningResult | None:
         before = self.tuning
         self._settle_link(make_window)  # before any time is taken
-        with set_aside(self.runner.rank_units.stepped):
+        with set_aside(self.runner):
             self.runner = self.tuner.update(self.runner, make_window, count, steps_left, self.graphs)
         return self.tuning if self.tuning is not before else None
 
@@ -315,7 +315,7 @@ class Engine(Diagnostics):
         if link is None or self._has_said_link:
             return
         if link.rate is None:
-            with watched(), set_aside(self.runner.rank_units.stepped):
+            with watched(), set_aside(self.runner):
                 calibrate_link(self.runner, make_window()[:TUNED_MICROBATCHES])
         say(f"emulated link: {link}; transfers wait asleep until it would have carried them")
         self._has_said_link = True
@@ -343,14 +343,16 @@ class Engine(Diagnostics):
             The loss of every micro-batch, on every rank.
         """
         window = self.last_window = self._checked_window(batches, scale, step)
-        self._divided.note_gradients()
         if self.graphs is not None:
             self.graphs.keep_gradients()
         replays = self.graphs is not None and not self.graphs.has_given_up
-        with set_aside(self.runner.rank_units.stepped), self._counted(window, traces=not replays):
+        with set_aside(self.runner), self._counted(window, traces=not replays):
             if self.graphs is not None:
-                return self.graphs.train_window(self.runner, window)
-            return self.runner.train_window(window)
+                losses = self.graphs.train_window(self.runner, window)
+            else:
+                losses = self.runner.train_window(window)
+        self._divided.note_gradients()
+        return losses
 
     def _checked_window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[MicroBatch]:
         """The checked micro-batches of a window. Collective."""
@@ -418,7 +420,7 @@ class Engine(Diagnostics):
     def _begin_window(self, window: Sequence[MicroBatch]) -> Iterator[None]:
         """Returns the context of a window of calls, see `CalledDecoder`."""
         self._check_trainable()
-        with set_aside(self.runner.rank_units.stepped), self._counted(window):
+        with set_aside(self.runner), self._counted(window):
             yield
 
     def finish_window(self) -> None:

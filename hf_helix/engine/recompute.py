@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_helix.config import OFFLOAD, HelixConfig
 from hf_helix.operators.unit import Unit
-from hf_helix.operators.zero.host_shard import HostLink
+from hf_helix.operators.zero.host_shard import KeptOnHost
 from hf_helix.planning.graph.recompute import FULL, NONE
+from hf_helix.runtime.distributed.mesh import Mesh
 
 EVERY = "every_n_layers"
 _NAMES = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older name of the first
@@ -73,15 +74,15 @@ def modes_of(layers: Sequence[nn.Module], given: Mapping[str, Any] | None, confi
     return [(config.recompute or FULL) if mark else NONE for mark in marked]
 
 
-def recompute_units(units: Sequence[Unit], modes: Sequence[str], link: HostLink) -> list[Unit]:
-    """Returns the units of a model with every layer recomputed by its mode; `link` is the link to the host.
+def recompute_units(units: Sequence[Unit], modes: Sequence[str], mesh: Mesh) -> list[Unit]:
+    """Returns the units of a model with every layer recomputed by its mode; `mesh` has the device and its host.
 
     Where modes differ, recomputed layers get a name of their own, since units of the same name have equal graphs.
     """
-    left = iter(modes)
+    left, on_host = iter(modes), KeptOnHost(mesh.host_link, mesh.device)
     suffix = "_again" if len(set(modes)) > 1 else ""
     return [
-        unit.recomputed(mode := next(left), suffix, link if mode == OFFLOAD else None)
+        unit.recomputed(mode := next(left), suffix, on_host if mode == OFFLOAD else None)
         if unit.graphs.forward.repeats
         else unit
         for unit in units

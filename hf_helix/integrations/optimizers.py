@@ -179,23 +179,29 @@ def check_optimizer(optimizer: Any, model: Any, config: HelixConfig) -> None:
         )
 
 
+class _StepArguments(tuple[Any, ...]):
+    """The arguments of an optimizer's step, which hold the context of the step: the context is left when torch lets go
+    of the arguments, at the end of the step or of its error. Torch has no hook for a step that fails."""
+
+    context: Any
+
+
 def watch_steps(engine: Engine) -> None:
     """Hands this rank's shards to every optimizer of the model's parameters at its first step, while the cut model
     lives."""
     rank_units, config = engine.runner.rank_units, engine.config
     owned, alive = {*rank_units.all_placements, *rank_units.shards.values()}, weakref.ref(engine)
 
-    def take_over(optimizer: Any, *_: Any) -> None:
+    def take_over(optimizer: Any, args: Any, kwargs: Any) -> Any:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         owner = alive()
         if owner is not None and not steps_shards(optimizer) and not owned.isdisjoint(held):
             _check_optimizer_class("optimizer", type(optimizer), config)
             owner.step_shards(optimizer)
-            plain = plain_parameters()  # from the next step on, the optimizer enters the context itself
-            plain.__enter__()
-            leave: Any = optimizer.register_step_post_hook(
-                lambda *_: (plain.__exit__(None, None, None), leave.remove())
-            )
+            args = _StepArguments(args)  # from the next step on, the optimizer enters the context itself
+            args.context = plain_parameters()
+            args.context.__enter__()
+        return args, kwargs
 
     # The hook refers to the parameters and not to the model, so the model can be freed.
     weakref.finalize(engine, register_optimizer_step_pre_hook(take_over).remove)

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from hf_helix.operators.autograd_operator import Add, SumOfGradients
-from hf_helix.operators.base import TensorOperator
+from hf_helix.operators.base import Communication, TensorOperator
 from hf_helix.operators.moe.dispatch import RouterMeter
 from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.zero.flat_parameter import FlatParameter
-from hf_helix.operators.zero.host_shard import HostLink, KeptOnHost
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Operator
 from hf_helix.planning.graph.recompute import NONE, recomputed, with_copies_down
@@ -62,22 +61,22 @@ class Unit:
     def name(self) -> str:
         return self.graphs.forward.name
 
-    def recomputed(self, mode: str, suffix: str = "", link: HostLink | None = None) -> Unit:
+    def recomputed(self, mode: str, suffix: str = "", on_host: Communication | None = None) -> Unit:
         """Returns the unit that keeps less for backward, and recomputes the rest, see
         `hf_helix.planning.graph.recompute`.
 
         Args:
             mode: the option.
             suffix: of the unit's name.
-            link: to the host for what the unit keeps; None where the device keeps it.
+            on_host: copies what the unit keeps to the host and back; None where the device keeps it.
         """
         if mode == NONE:
             return self
         forward = recomputed(self.graphs.forward, mode)
-        forward = replace(forward if link is None else with_copies_down(forward), name=f"{forward.name}{suffix}")
+        forward = replace(forward if on_host is None else with_copies_down(forward), name=f"{forward.name}{suffix}")
         graphs = GraphPair.of(forward)
         copies = [op.name for _, op in graphs.entries() if op.kind.copies]
-        kept = {} if link is None else dict.fromkeys(copies, KeptOnHost(link))
+        kept = {} if on_host is None else dict.fromkeys(copies, on_host)
         return replace(self, graphs=graphs, operators={**self.operators, **kept})
 
     @classmethod

@@ -170,7 +170,8 @@ Bound = list[tuple[list[BoundInstruction], int]]
 steps."""
 
 MAX_PROGRAMS = 16
-"""How many programs stay bound to their operators. There is one for each number of micro-batches in a window."""
+"""How many programs stay bound to their operators, the last that ran. There is one for each number of micro-batches in
+a window."""
 
 
 class Executor:
@@ -290,17 +291,18 @@ class Executor:
 
     def _bind(self, program: Sequence[Instruction]) -> Bound:
         """Returns the steps of a program, the same in every window; a repeated period has its steps once."""
-        entry = self._bound.get(id(program))
+        entry = self._bound.pop(id(program), None)
         if entry is None:
             if len(self._bound) == MAX_PROGRAMS:
-                del self._bound[next(iter(self._bound))]
+                del self._bound[next(iter(self._bound))]  # the least recently run
             once = program.once if isinstance(program, Program) else program
             parts = program.parts() if isinstance(program, Program) else [(0, len(once), 0)]
             steps = [bind(each, self.units, self._often_adding) for each in once]
             slices: dict[tuple[int, int], list[BoundInstruction]] = {}
             bound = [(slices.setdefault((begin, end), steps[begin:end]), later) for begin, end, later in parts]
-            # The entry keeps the program alive, so that no other program gets its id.
-            entry = self._bound[id(program)] = program, bound
+            entry = program, bound
+        # The entry keeps the program alive, so that no other program gets its id.
+        self._bound[id(program)] = entry
         return entry[1]
 
     def begin(self, batch: MicroBatch, sources: Sources, saves_for_backward: bool) -> MicroBatchState:

@@ -8,7 +8,8 @@ shapes; all ranks of a pipeline run the same window.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from hf_helix.operators.base import Precision
 from hf_helix.operators.matmul_dtype import CastWeights
+from hf_helix.operators.zero.host_shard import arrived
 from hf_helix.operators.zero.zero3 import casts_of
 from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan
 from hf_helix.planning.plan.plan import Plan
@@ -252,3 +254,23 @@ def forget_gradients(runner: Runner) -> None:
     """Leaves the parameters without gradients, as between two optimizer steps."""
     for parameter in (*runner.rank_units.placements, *runner.rank_units.stepped):
         parameter.grad = None
+
+
+@contextlib.contextmanager
+def set_aside(runner: Runner) -> Iterator[None]:
+    """Returns a context for a window that keeps the gradients of earlier windows apart. Earlier gradients are reduced
+    already, so they are added after the reductions of this window. A window that fails leaves no gradients of its
+    own."""
+    parameters = runner.rank_units.stepped
+    held = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+    for parameter in held:
+        parameter.grad = None
+    try:
+        yield
+    except BaseException:
+        forget_gradients(runner)
+        raise
+    finally:
+        arrived([*held.values(), *(parameter.grad for parameter in held)])
+        for parameter, earlier in held.items():
+            parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)

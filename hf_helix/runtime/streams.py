@@ -85,7 +85,8 @@ class Streams(ABC):
         """
 
     def window(self) -> AbstractContextManager[Any]:
-        """Returns a context for a window: all its computations go to the current stream of its begin."""
+        """Returns a context for a window: all its computations go to the current stream of its begin. An error that
+        ends the window is forgotten: the next window runs."""
         return nullcontext()
 
     @abstractmethod
@@ -156,12 +157,15 @@ class _CpuEvent(Event):
             raise self.error
 
 
+_Item = tuple[TransferFn, Sequence[_CpuEvent], _CpuEvent, Trace | None]
+_CLOSE, _RECOVER = "close", "recover"
+
+
 class _Worker:
-    """A thread for the transfers of a stream, in order. After a failure it runs nothing more."""
+    """A thread for the transfers of a stream, in order. After a failure it runs nothing more until `recover`."""
 
     def __init__(self, stream: str) -> None:
-        self._queue: queue.SimpleQueue[tuple[TransferFn, Sequence[_CpuEvent], _CpuEvent, Trace | None] | None]
-        self._queue = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item | str] = queue.SimpleQueue()
         self._stream = stream
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"hf_helix-{stream}", daemon=True)
@@ -170,11 +174,18 @@ class _Worker:
     def put(self, transfer: TransferFn, after: Sequence[Any], event: _CpuEvent, trace: Trace | None) -> None:
         self._queue.put((transfer, after, event, trace))
 
+    def recover(self) -> None:
+        """Forgets a failure, once everything is through that was put before."""
+        self._queue.put(_RECOVER)
+
     def close(self) -> None:
-        self._queue.put(None)
+        self._queue.put(_CLOSE)
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while (item := self._queue.get()) != _CLOSE:
+            if isinstance(item, str):
+                self._failure = None
+                continue
             transfer, after, event, trace = item
             try:
                 if self._failure is not None:
@@ -203,6 +214,16 @@ class CpuStreams(Streams):
 
     def __del__(self) -> None:
         self.close()
+
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.late.clear()  # of copies that may have failed, too
+            for worker in self._workers.values():
+                worker.recover()
+            raise
 
     def issue(self, kind: Kind, transfer: TransferFn, after: Sequence[Event], label: str, lane: str = "") -> Event:
         worker = self._workers.get((kind, lane))

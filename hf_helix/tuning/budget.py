@@ -70,11 +70,9 @@ def tuning_cost(
         captured: whether windows are timed as CUDA graphs, each issued twice before.
     """
     compared = min(tier.timed, len(tier.rules) * schedules - 1) + 1
-    # In every round each plan runs once, and computation alone and communication alone take about as long. Then every
-    # plan is traced once, and candidates with close times are timed again.
-    windows = (tier.repeats + 1) * (compared + 1 + schedules) + compared + (2 * tier.repeats + 1) * compared
-    if captured:
-        windows += 2 * (2 * compared + schedules)
+    windows = _num_windows(tier.repeats, compared, schedules, captured)
+    if compared > 1:  # candidates with close times are measured again
+        windows += _num_windows(2 * tier.repeats, compared, schedules, captured)
     seconds = windows * window_seconds
     if profiled:
         operators = PAIR_OPERATORS * IN_A_ROW * _num_pairs(layout)
@@ -83,6 +81,12 @@ def tuning_cost(
     if "search" in tier.rules:
         seconds += search.num_annealings(layout) * search.EFFORT * tier.search_share * INSTRUCTION_SECONDS
     return seconds + (DHELIX_SECONDS if "dhelix" in tier.rules else 0.0)
+
+
+def _num_windows(repeats: int, compared: int, schedules: int, captured: bool) -> int:
+    """The windows of a measurement. In every round each plan runs once, and computation alone and communication alone
+    take about as long. Then every plan is traced once."""
+    return (repeats + 1) * (compared + 1 + schedules) + compared + 2 * (compared + schedules) * captured
 
 
 def _num_pairs(layout: Layout) -> int:

@@ -121,6 +121,10 @@ def write_file(path: Path, text: str) -> None:
 # -- the fingerprint of a case ---------------------------------------------------------------------------------------
 
 
+OPERATOR_OPTIONS = ("cp_method", "cp_recurrence", "expert_capacity_factor", "fused_kernels")
+"""Options of `HelixConfig` that change operators, and neither shapes of weights nor the layout."""
+
+
 def fingerprint(
     model: Any,
     mesh: Mesh,
@@ -138,6 +142,8 @@ def fingerprint(
     """
     shared = [(name, mesh.sizes[name]) for name in ("tp", "pp", "cp", "ep")]
     runs = [f"{mode} x {len(list(layers))}" for mode, layers in itertools.groupby(recompute)]
+    usual = HelixConfig()
+    changed = [name for name in OPERATOR_OPTIONS if getattr(config, name) != getattr(usual, name)]
     again = {} if set(recompute) <= {NONE} else {"recompute": recompute[0] if len(runs) == 1 else ", ".join(runs)}
     return {
         "model": f"{type(model).__name__} {model_digest(model)}"
@@ -145,9 +151,10 @@ def fingerprint(
         + (f" float8 {config.float8_recipe}" if config.float8_recipe else ""),
         "mesh": " ".join(f"{name}={size}" for name, size in shared if size > 1 or name == "tp"),
         **_sharding(mesh),
+        "configuration": configuration_digest(model.config),
         "attention": str(model.config._attn_implementation),
         **again,
-        **({} if config.fused_kernels else {"fused_kernels": "False"}),
+        **{name: str(getattr(config, name)) for name in changed},
         "transformers": version("transformers"),
         "hf_helix": __version__,
     }
@@ -175,6 +182,14 @@ def model_digest(model: Any, with_types: bool = True) -> str:
         for name, weight in model.named_parameters()
     ]
     return hashlib.sha256(json.dumps(weights).encode()).hexdigest()[:12]
+
+
+def configuration_digest(options: Any) -> str:
+    """Returns a digest of a model's configuration: heads, chosen experts, windows and dropout change no shape of a
+    weight."""
+    without = ("_name_or_path", "transformers_version")
+    values = {name: value for name, value in options.to_dict().items() if name not in without}
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def file_digest(path: str | None) -> str:

@@ -17,10 +17,8 @@ The integrations call `Engine.tune`, and so `Tuner.update`, before every step:
 
 import dataclasses
 import functools
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 from hf_helix.config import AUTO, RULES, HelixConfig
 from hf_helix.measure.machine import machine
@@ -94,7 +92,7 @@ def tune(
     shortlist = _never_slower_than(baseline, predicted, tier.timed)
     timed = {name: candidate for name, candidate in runners.items() if name in shortlist}
     overlaps = measure_overlap(timed, window, tier.repeats, stage_progress(progress, "timing plans"), graphs)
-    overlaps = _time_close_again(overlaps, timed, window, tier.repeats, graphs)
+    overlaps = _measure_close_again(overlaps, timed, window, tier.repeats, graphs)
     chosen = min(overlaps, key=lambda name: overlaps[name].step)
     result = TuningResult(
         chosen,
@@ -116,21 +114,20 @@ def _never_slower_than(baseline: str, predicted: Mapping[str, float], num_others
     return sorted(predicted, key=lambda name: (name != baseline, predicted[name]))[: num_others + 1]
 
 
-def _time_close_again(
+def _measure_close_again(
     overlaps: Mapping[str, Overlap],
     runners: Mapping[str, Runner],
     window: Sequence[MicroBatch],
     repeats: int,
     graphs: WindowGraphs | None,
 ) -> dict[str, Overlap]:
-    """The measurements; candidates whose steps are too close to call are timed again, longer."""
+    """The measurements; candidates whose steps are too close to call are measured again, longer: all figures of a
+    candidate are of one run."""
     best = min(overlap.step for overlap in overlaps.values())
     close = {name: runners[name] for name, overlap in overlaps.items() if overlap.step <= CLOSE * best}
     if len(close) == 1:
         return dict(overlaps)
-    again = time_steps(close, window, 2 * repeats, graphs)
-    steps = {name: statistics.median(times) for name, times in again.items()}
-    return {name: replace(overlap, step=steps.get(name, overlap.step)) for name, overlap in overlaps.items()}
+    return {**overlaps, **measure_overlap(close, window, 2 * repeats, graphs=graphs)}
 
 
 def _gradient_bytes(runner: Runner) -> int:

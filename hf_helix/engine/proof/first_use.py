@@ -40,7 +40,7 @@ from hf_helix.planning.text import format_json
 from hf_helix.runtime.distributed.agreement import decide_on_rank_0, on_all_ranks
 from hf_helix.runtime.distributed.mesh import Mesh, mesh_of
 from hf_helix.runtime.notices import about_time, say
-from hf_helix.tuning.cache import result_folder, write_file
+from hf_helix.tuning.cache import OPERATOR_OPTIONS, result_folder, write_file
 
 CODE = (FunctionType, MethodType, functools.partial, BuiltinFunctionType)
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
@@ -223,7 +223,7 @@ def _put(small: Any, patch: Patch, memo: Mapping[int, Any], where: str = "") -> 
 
 
 FORMAT = "hf_helix.proof/1"
-PROVEN_OPTIONS = ("cp_method", "cp_recurrence", "recompute", "schedule", "float8")
+PROVEN_OPTIONS = (*OPERATOR_OPTIONS, "recompute", "schedule", "float8", "spread_vocabulary")
 
 
 def prove_on_first_use(model: Any, config: HelixConfig, mesh: Mesh) -> None:

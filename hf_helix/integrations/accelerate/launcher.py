@@ -56,14 +56,15 @@ def resolve_config(given: Any, plugin: Any) -> HelixConfig:
             all_foreign.append(foreign)
         elif each is not None:
             raise TypeError(f"helix_config must be a HelixConfig, got {type(each).__name__}: {each!r}")
-    file = launcher_config_file() if configs else options_file()
-    options = None if file is None else read_yaml(file)
-    block = _layout_block(options)
-    if block and (foreign := foreign_sizes_of_yaml(block, str(file))) is not None:
-        all_foreign.append(foreign)
-    config = configs[0] if configs else _helix_options(options, str(file))
+    file, blocks = None if configs else options_file(), list[str]()
+    for path in dict.fromkeys(filter(None, (file, launcher_config_file()))):
+        if block := _layout_block(read_yaml(path)):
+            blocks.append(str(path))
+            if (foreign := foreign_sizes_of_yaml(block, str(path))) is not None:
+                all_foreign.append(foreign)
+    config = configs[0] if configs else options_in(file)
     if config is None and not all_foreign:
-        empty = f": {file} has parallelism_config without helix" if block else ""
+        empty = f": {' and '.join(blocks)} has parallelism_config without helix" if blocks else ""
         raise ValueError(f"no helix options were given{empty}; {WHERE}")
     config = config or HelixConfig()
     for foreign in all_foreign:
@@ -79,13 +80,10 @@ def options_file() -> Path | None:
 
 def options_in(file: Path | None) -> HelixConfig | None:
     """Returns the options in a file of `options_file`; None where it has none."""
-    return None if file is None else _helix_options(read_yaml(file), str(file))
-
-
-def _helix_options(options: Any, source: str) -> HelixConfig | None:
+    options = None if file is None else read_yaml(file)
     is_ours = bool(os.environ.get(CONFIG_FILE_VARIABLE))  # and may have options at its top
-    if has_helix_block(options) or (is_ours and not _layout_block(options)):
-        return HelixConfig.from_contents(options, source)
+    if file is not None and (has_helix_block(options) or (is_ours and not _layout_block(options))):
+        return HelixConfig.from_contents(options, str(file))
     return None
 
 

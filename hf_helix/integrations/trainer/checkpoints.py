@@ -210,9 +210,11 @@ class CheckpointHooks(TrainerAttributes):
         # The model can go through rank 0, but optimizer states come from all ranks, and all ranks read.
         is_shared = not self.args.save_only_model or self.args.load_best_model_at_end
         lost = f"output_dir={str(folder)!r} is not the folder that rank 0 has written to; give one that all hosts share"
-        agree_on_success(ValueError(lost) if is_shared and not probe.exists() else None)
-        if rank() == 0:
-            probe.unlink()
+        try:
+            agree_on_success(ValueError(lost) if is_shared and not probe.exists() else None)
+        finally:
+            if rank() == 0:
+                probe.unlink()
 
     def _least_bytes(self, run: Manifest) -> int:
         """Returns a lower bound for the bytes of a checkpoint: the trained weights and, with AdamW, two averages

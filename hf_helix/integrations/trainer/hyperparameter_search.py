@@ -57,8 +57,9 @@ class SearchHooks(TrainerAttributes):
         try:
             best = stock(*args, **kwargs)
         except _SearchEnded:
-            self.hp_search_backend = None
             return None
+        finally:
+            self.hp_search_backend = None  # also after an error: `train` then is no trial
         if rank() == 0 and self._num_trials < given.arguments["n_trials"]:  # a timeout, or an exhausted sampler
             dist.broadcast_object_list([None], src=0)
         return best

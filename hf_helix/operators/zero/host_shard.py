@@ -57,16 +57,15 @@ class HostLink:
 
 
 class KeptOnHost(Communication):
-    """A value that lies on the host between forward and backward: F copies it down, R up."""
+    """A value that lies on the host between forward and backward: F copies it down, R up to the device."""
 
-    def __init__(self, link: HostLink) -> None:
-        self._link = link
+    def __init__(self, link: HostLink, device: torch.device) -> None:
+        self._link, self._device = link, device
 
     def prepare(self, ctx: OperatorContext, part: Part, *inputs: Tensor) -> tuple[Tensors, TransferFn]:
         (value,) = inputs
         if part is Part.F:
-            self._device = value.device
-            on_host = host_memory(value.shape, value.dtype, value.device)
+            on_host = host_memory(value.shape, value.dtype, self._device)
             return (on_host,), lambda: self._link.down(on_host, value)
         copy = torch.empty(value.shape, dtype=value.dtype, device=self._device)
         return (copy,), lambda: self._link.up(copy, value)

@@ -120,10 +120,17 @@ class Watch:
             self._store.set(_beat_of(self.rank), LEFT.decode())
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        except BaseException:  # of the watch itself: this rank goes on, and is not missed
+            self._store.set(_beat_of(self.rank), LEFT.decode())
+            raise
+
+    def _watch(self) -> None:
         while not self._stop.wait(self.interval):
             try:
                 failure = self._round()
-            except Exception:
+            except dist.DistError:  # of the store's connection
                 # The store may live in rank 0, which may have left in good order: end only a hanging step.
                 failure = "rank 0 died or has ended: its store is gone"
                 self._stop.wait(DEAD_AFTER if not self._in_step else GRACE)
@@ -198,7 +205,7 @@ class Watch:
                     return culprit
                 time.sleep(self.interval)
             gone = [other for other, beat in self._beats() if beat == LEFT]
-        except Exception:
+        except dist.DistError:
             return self._failure or "rank 0 died: the connection to it is gone"
         if gone:
             doing = f"{agreement.awaited} on rank {self.rank}: {agreement.TOGETHER}" if agreement.awaited else ""

@@ -11,9 +11,8 @@ on this rank has none on the others, and its shards get none. The norm counts re
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.side_by_side import contiguous_view
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.zero.flat_parameter import FlatParameter
-from hf_helix.operators.zero.host_shard import OnHost, arrived, host_memory, on_host
+from hf_helix.operators.zero.host_shard import OnHost, host_memory, on_host
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.window.passes import MAX_COPIES
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
@@ -261,12 +260,13 @@ class GradientReducer:
     def finish(self) -> None:
         """Reduces the remaining buckets, such as those of tensor parallelism alone, and lets the compute stream wait
         until every gradient is complete; gradients on the host may still be on their way."""
-        for number in list(self._pending):
-            self._reduce_bucket(number)
-        for number in list(self._down):
-            self._copy_bucket(number)
-        for event in self._events:
-            self._streams.wait(event)
+        with self._streams.window():
+            for number in list(self._pending):
+                self._reduce_bucket(number)
+            for number in list(self._down):
+                self._copy_bucket(number)
+            for event in self._events:
+                self._streams.wait(event)
         self._events = []
 
     def _reduce(self, placements: Mapping[nn.Parameter, Placement]) -> None:
@@ -345,21 +345,6 @@ class GradientReducer:
 def reduce_all_gradients(units: Mapping[int, Unit], mesh: Mesh, streams: Streams) -> None:
     """Reduces all gradients now, without overlap."""
     GradientReducer(gradient_buckets(units, mesh), mesh, streams).finish()
-
-
-@contextlib.contextmanager
-def set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Returns a context for a window that keeps the gradients of earlier windows apart. Earlier gradients are reduced
-    already, so they are added after the reductions of this window."""
-    held = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
-    for parameter in held:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        arrived([*held.values(), *(parameter.grad for parameter in held)])
-        for parameter, earlier in held.items():
-            parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
 
 
 def _by_type(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[Any]]:

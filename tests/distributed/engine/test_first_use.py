@@ -30,6 +30,11 @@ def test_the_first_run_proves_and_later_ones_know(helix: dict[str, int], cluster
     assert declared["losses"] == first["losses"] == second["losses"]
 
 
+def test_a_spread_vocabulary_is_proven_by_itself(cluster_of: Any, tmp_path: Any) -> None:
+    said, _ = cluster_of(2).run(build_with_and_without, folder=str(tmp_path), cache=str(tmp_path / "cache"))
+    assert [PROVEN in each for each in said] == [True, True]
+
+
 def test_a_family_that_is_not_equal_is_not_trained(cluster_of: Any, tmp_path: Any) -> None:
     words = "LlamaForCausalLM at tp_size=2", "input_layernorm.weight (by ", "hf-helix check", "adding_a_model.md"
     job = {"folder": str(tmp_path), "cache": str(tmp_path / "cache")}
@@ -85,6 +90,17 @@ def run_three_times(folder: str, helix: dict[str, int], cache: str) -> list[dict
         runs.append({"said": said.getvalue(), "losses": losses, "next": torch.rand(1).item()})
     assert len({run["next"] for run in runs}) == 1
     return runs
+
+
+def build_with_and_without(folder: str, cache: str) -> list[str]:
+    """What is said at the start of a run without and with slices of the vocabulary on all ranks."""
+    said = [io.StringIO(), io.StringIO()]
+    for spread, output in enumerate(said):
+        helix = {"plan": "sequential", "pp_size": 2, "spread_vocabulary": bool(spread)}
+        with llama_is(Derived(), cache), contextlib.redirect_stdout(output):
+            trainer: Any = make_trainer(folder, helix, {"num_hidden_layers": 4})
+        trainer.helix.close()
+    return [each.getvalue() for each in said]
 
 
 def train_mistaken(folder: str, cache: str) -> None:

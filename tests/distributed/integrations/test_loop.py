@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import default_data_collator
 
 from hf_helix import HelixConfig, HelixPlugin
-from hf_helix.runtime.divided import full_of
+from hf_helix.runtime.divided import DividedParameter, full_of
 
 # -- what the ranks run ------------------------------------------------------------------------------------------------
 
@@ -144,6 +144,11 @@ def clip_values(helix: dict[str, Any], limit: float) -> tuple[str, float, float]
     return words, *result
 
 
+class Failing(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise RuntimeError("no memory")
+
+
 def stray(option: str) -> dict[str, str]:
     """What is said, where ranks share parameters or the optimizer, when optimizers step that were not prepared with the
     model. Nothing watches them once the model is gone."""
@@ -166,6 +171,8 @@ def stray(option: str) -> dict[str, str]:
         "another model's": said(torch.optim.SGD(llama().parameters()).step),
         "prepared": said(prepared.step),
     }
+    assert said(Failing(whole.parameters()).step) == "no memory"
+    assert isinstance(whole.lm_head.weight, DividedParameter)  # whole to the script, also after a step that failed
     prepared.param_groups[0]["params"].append(whole.lm_head.weight)
     found["changed by hand"] = said(prepared.step)
     model.engine.close()

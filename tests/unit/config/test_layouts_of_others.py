@@ -100,6 +100,15 @@ def test_options_of_the_environment_are_added(tmp_path: Path, monkeypatch: pytes
     assert resolve_config(DistributedConfig(tp_size=8), None) == HelixConfig(tp_size=8, plan="search")
 
 
+def test_the_layout_of_the_launcher_stays_beside_options_of_the_environment(
+    launched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched.write_text("parallelism_config: {parallelism_config_tp_size: 8}")
+    (tmp_path / "helix.yaml").write_text("plan: search")
+    monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(tmp_path / "helix.yaml"))
+    assert resolve_config(None, None) == HelixConfig(tp_size=8, plan="search")
+
+
 WRONG: list[tuple[Any, Any, str]] = [
     (
         HelixConfig(tp_size=4),

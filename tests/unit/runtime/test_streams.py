@@ -146,6 +146,24 @@ def test_an_error_reaches_what_comes_after_it_on_other_streams_only(streams: Str
     assert log == ["independent"]
 
 
+def test_an_error_ends_its_window_and_not_the_next(streams: Streams) -> None:
+    log: list[str] = []
+
+    def broken_window() -> None:
+        with streams.window():
+            bad = streams.issue(NEAR, fail, (), "bad")
+            streams.late.append(streams.issue(FAR, lambda: log.append("dependent"), (bad,), "dependent"))
+            streams.issue(NEAR, lambda: log.append("later"), (), "later")
+            streams.wait(bad)
+
+    with pytest.raises(Broken):
+        broken_window()
+    with streams.window():
+        for kind in (NEAR, FAR):
+            streams.wait(streams.issue(kind, lambda kind=kind: log.append(kind.value), (), "next"))
+    assert (log, streams.late) == ([NEAR.value, FAR.value], [])
+
+
 def test_tensors_live_as_long_as_their_work(streams: Streams) -> None:
     """The issuing thread may drop what it handed over; nothing is held once the event has been waited for."""
     tensor, gate = torch.ones(3), Gate()

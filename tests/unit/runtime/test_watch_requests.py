@@ -3,8 +3,10 @@
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from hf_helix.runtime.failures import heartbeat
@@ -94,6 +96,27 @@ def test_a_rank_that_has_left_is_not_missed(server: HashStore, impatient: None) 
         ranks[0]._beat()
         ranks[2]._beat()
         assert (ranks[0]._round(), ranks[2]._round()) == ("", "")
+
+
+@pytest.mark.parametrize("kind", [TypeError, dist.DistNetworkError])
+def test_a_fault_of_the_watch_is_no_dead_rank(
+    kind: type[Exception], server: HashStore, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process goes on, the trace is shown, and nobody misses the rank; a lost store in a step ends the process."""
+    ends, shown = list[str](), list[Any]()
+    monkeypatch.setattr(heartbeat, "GRACE", 0.0)
+    monkeypatch.setattr(Watch, "_end", lambda watch, failure: (ends.append(failure), watch._stop.set()))
+    monkeypatch.setattr(threading, "excepthook", lambda raised: shown.append(raised.exc_type))
+    ranks = watches(server, 2)
+    monkeypatch.setattr(ranks[1], "_round", mock.Mock(side_effect=kind("odd")))
+    with ranks[1].step():
+        ranks[1].start()
+        ranks[1]._thread.join()
+    is_fault = kind is TypeError
+    assert shown == [kind] * is_fault
+    assert ends == ["rank 0 died or has ended: its store is gone"] * (not is_fault)
+    ranks[0]._round()
+    assert ranks[0]._round() == "" if is_fault else "rank 1 died: no sign of life for 0 s"
 
 
 def test_what_a_rank_says_of_its_end_is_heard_by_all_before_it_ends(server: HashStore, capfd: Any) -> None:
