@@ -111,6 +111,14 @@ def problems_of_class(kind: type) -> list[Problem]:
     return problems
 
 
+def hidden_methods(kind: type) -> Iterator[tuple[str, type]]:
+    """Yields the methods that an override of hf_helix replaces without a call, with the class of the replaced one."""
+    for place, base in enumerate(kind.__mro__):
+        for name, value in vars(base).items() if _package(base) == _OURS else ():
+            if _mark_of(value) is not None and "super" not in mentions(value):
+                yield name, next(each for each in kind.__mro__[place + 1 :] if name in vars(each))
+
+
 def _mark_of(value: Any) -> Override | None:
     return getattr(value.fget if isinstance(value, property) else value, _MARK, None)
 

@@ -33,7 +33,7 @@ from hf_helix.integrations.upstream import overrides
 from hf_helix.planning.timing.sizes import Sizes, size_text
 from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_success, decide_on_rank_0
 from hf_helix.runtime.distributed.mesh import rank
-from hf_helix.runtime.divided import plain_parameters
+from hf_helix.runtime.divided import full_of, plain_parameters
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.failures.values import Health
 from hf_helix.runtime.local_parameters import LocalParameter, local_parameters
@@ -286,10 +286,16 @@ class CheckpointHooks(TrainerAttributes):
 
     @overrides("Trainer", otherwise="the checkpoint would hold one rank's slices")
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Writes an ordinary Hugging Face checkpoint; every rank writes its slices. Collective."""
+        """Writes an ordinary Hugging Face checkpoint; every rank writes its slices, or rank 0 the tensors that a script
+        gives. Collective."""
         folder = output_dir if output_dir is not None else self.args.output_dir
         assert folder is not None
-        self.helix.save_pretrained(folder, model=self.model)
+        if state_dict is None:
+            self.helix.save_pretrained(folder, model=self.model)
+        else:
+            state_dict = {name: full_of(value) for name, value in state_dict.items()}
+            if self.args.should_save:  # by the method of the class: that of a cut model refuses
+                type(self.model).save_pretrained(self.model, folder, state_dict=state_dict)
         if self.args.should_save:
             processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if processing is not None:

@@ -23,6 +23,7 @@ from hf_helix.engine.recompute import problems_of
 from hf_helix.integrations.accelerate.checks import launch_problems
 from hf_helix.integrations.optimizers import FUSED_OPTIMIZERS, MODEL, NAMES, check_trainers_optimizer, cuts_of
 from hf_helix.integrations.trainer.trl import SFT_TRAINER, name_of
+from hf_helix.integrations.upstream import hidden_methods
 from hf_helix.runtime.distributed.mesh import check_joined
 
 # Field, test for refused values, alternative.
@@ -179,6 +180,12 @@ _NEVER_CALLED = {
 }
 
 
+# Restores the state of adaptive entropy, which a resumed run does not restore here.
+_GRPO_TRAINER = "trl.trainer.grpo_trainer.GRPOTrainer"
+# Methods that the mixin replaces for the built-in loss alone.
+_CALLED_FOR_OWN_LOSSES = ("training_step", "prediction_step")
+
+
 def check_overrides(trainer: Any) -> None:
     """Refuses overrides without effect. Called before every training and evaluation, since attributes may change.
 
@@ -191,6 +198,15 @@ def check_overrides(trainer: Any) -> None:
             f"{name} has replaced the model after it was cut, by a {type(trainer.model).__name__}; "
             "change it before, such as with peft.get_peft_model(model, config)"
         )
+    called = _CALLED_FOR_OWN_LOSSES if trainer.helix.ends_at_decoder else ()
+    for hook, hidden in hidden_methods(type(trainer)):
+        if hidden is not Trainer and name_of(hidden) not in (SFT_TRAINER, _GRPO_TRAINER) and hook not in called:
+            base = next(each for each in hidden.__mro__[1:] if hook in vars(each)).__name__
+            raise ValueError(
+                f"{name} has {hidden.__name__} behind HelixTrainerMixin, so that {hidden.__name__}.{hook} is never "
+                f"called; write `class Cut{base}(HelixTrainerMixin, {base})` and `class {name}({hidden.__name__}, "
+                f"Cut{base})`"
+            )
     if trainer.helix.ends_at_decoder:
         return
     for hook, instead in _NEVER_CALLED.items():

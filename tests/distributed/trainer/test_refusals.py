@@ -9,9 +9,9 @@ import torch
 from support import jobs
 from support.jobs import Stream, construct, make_trainer
 from support.models import arguments, llama, sequences
-from transformers import RwkvConfig, RwkvForCausalLM
+from transformers import RwkvConfig, RwkvForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
-from hf_helix import HelixConfig, HelixPlugin, HelixTrainer
+from hf_helix import HelixConfig, HelixPlugin, HelixTrainer, HelixTrainerMixin
 
 # -- what the ranks run ------------------------------------------------------------------------------------------------
 
@@ -238,6 +238,48 @@ def test_plugin_and_trainer_take_options_once(tmp_path: Path) -> None:
 )
 def test_what_two_ranks_refuse(job: str, kind: str, words: list[str], cluster_of: Any, tmp_path: Path) -> None:
     cluster_of(2).assert_raises(job, *words, raises=kind, folder=str(tmp_path))
+
+
+class Twice(Trainer):
+    """Trains every micro-batch twice."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        super().training_step(*args, **kwargs)
+        return super().training_step(*args, **kwargs)
+
+
+class CutTwice(HelixTrainerMixin, Twice):
+    """With an override that the mixin would hide."""
+
+
+class CutSeq2Seq(HelixTrainerMixin, Seq2SeqTrainer):
+    """With an override of Transformers that the mixin would hide."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (CutTwice, r"Twice.training_step is never called; write .*`class CutTwice\(Twice, CutTrainer\)`"),
+        (CutSeq2Seq, r"Seq2SeqTrainer.prediction_step is never .*`class CutSeq2Seq\(Seq2SeqTrainer, CutTrainer\)`"),
+    ],
+)
+def test_overrides_that_the_mixin_would_hide(kind: Any, words: str, tmp_path: Path) -> None:
+    args = Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True)
+    with pytest.raises(ValueError, match=words):
+        kind(model=llama(), args=args, helix_config=HelixConfig())
+
+
+def test_overrides_before_the_mixin_run(tmp_path: Path) -> None:
+    """As the error says to write; a second run of the same micro-batch adds to its gradients."""
+
+    def norms(kind: Any, **options: Any) -> list[float]:
+        args = arguments(str(tmp_path), max_steps=2, gradient_accumulation_steps=1, logging_steps=1, optim="sgd")
+        trainer = kind(model=llama(), args=args, train_dataset=sequences(8), **options)
+        trainer.train()
+        return [entry["grad_norm"] for entry in trainer.state.log_history if "loss" in entry]
+
+    cut = type("CutTwice", (Twice, HelixTrainer), {})
+    assert norms(cut, helix_config=HelixConfig()) == pytest.approx(norms(Twice), abs=1e-4)
 
 
 def test_optimizers_that_look_at_whole_tensors(tmp_path: Path) -> None:

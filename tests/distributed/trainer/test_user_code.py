@@ -56,7 +56,14 @@ def replaced(trainer: Any) -> None:
     trainer.model.lm_head.weight.copy_(head.weight * 2)
 
 
+def given(trainer: Any) -> None:
+    """A script gives the values to save."""
+    state = {name: 2 * value.cpu() for name, value in trainer.model.state_dict().items()}
+    trainer.save_model = lambda folder: trainer._save(folder, state_dict=state)
+
+
 KINDS: dict[str, Any] = {
+    "given": given,
     "merged": lambda trainer: setattr(trainer, "model", trainer.model.merge_and_unload()),
     "averaged": averaged,
     "edited": edited,
