@@ -9,6 +9,7 @@ cost on a device is negligible. Masks are placeholders (`MaskOf`), since making 
 import contextlib
 import functools
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_helix.models.trace.opaque_calls import MaskOf, OtherMask, PaddingMask, replaced
 from hf_helix.models.trace.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, Underivable, refusal_of
+
+logger = logging.getLogger(__name__)
 
 _MASKS = {
     "create_causal_mask": lambda config: None,
@@ -297,6 +300,11 @@ class LayerCalls:
     def __init__(self, base: Any, makes_masks: bool = False, rest: tuple[Given | None, ...] = ()) -> None:
         self.decoder = Decoder(base, makes_masks)
         self.decoder.rest = rest
+        drop = max(getattr(each, "layerdrop", None) or 0.0 for each in (self.decoder.module, self.decoder.holder))
+        if drop:
+            raise Underivable(
+                f"layerdrop={drop} leaves out layers at random, which is not built; load the model with layerdrop=0.0"
+            )
         self._makes_masks = makes_masks  # then code computes with positions, too, and each row has its own
         self._table = base.get_input_embeddings()
         self._pad = getattr(base.config.get_text_config(), "pad_token_id", None)
@@ -391,7 +399,8 @@ class LayerCalls:
                         return way
         except Underivable:
             raise
-        except Exception:  # code that computes with the mask itself: the trace or the proof refuses it
+        except Exception as error:  # code that computes with the mask itself: the trace or the proof refuses it
+            logger.debug("positions by the mask of a batch: the decoder cannot run", exc_info=error)
             return None
         raise Underivable("its decoder counts positions by the attention mask, in a way that is not followed")
 
@@ -410,8 +419,10 @@ class LayerCalls:
         """Returns for each layer the places among its arguments where it is handed the mask of a batch itself."""
         ids = torch.zeros((EXAMPLE_BATCH, EXAMPLE_LENGTH), dtype=torch.long, device=self._device)
         mask, calls = torch.ones_like(ids), dict[int, Any]()
-        with contextlib.suppress(Exception):  # code that computes with the mask: the trace or the proof refuses it
+        try:
             calls, _ = self._run(ids, torch.arange(EXAMPLE_LENGTH, device=self._device).expand(1, -1), mask)
+        except Exception as error:  # code that computes with the mask: the trace or the proof refuses it
+            logger.debug("layers that take the mask of a batch: the decoder cannot run", exc_info=error)
         return {
             number: [index for index, leaf in enumerate(tree_leaves(call)) if leaf is mask]
             for number, call in calls.items()
