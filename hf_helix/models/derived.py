@@ -441,7 +441,7 @@ class DerivedFamily(Family):
         return super().loss_adds_up(model) and all(getattr(module, "is_causal", True) for module in modules)
 
     def count_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor:
-        counted = None if self.calls.count is None else self.calls.count(ids, mask)
+        counted = None if ids.is_meta or self.calls.count is None else self.calls.count(ids, mask)
         return super().count_positions(ids, mask) if counted is None else counted
 
     def attention_inputs(

@@ -252,7 +252,7 @@ def _narrow_lookups() -> Iterator[list[Tensor]]:
 
     def embedding(ids: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         looked_up.append(ids)
-        return weight.new_zeros((*ids.shape, 1))
+        return weight.new_zeros((*ids.shape, 1), device=ids.device)  # a table may lie on the meta device
 
     def unchanged(value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return value
@@ -294,7 +294,7 @@ class LayerCalls:
         has_rows: whether the embedding needs the positions of every row of a batch: the code reads other tables
             besides, or computes with positions.
         count: from the ids and the mask of a batch to the positions that the decoder counts by them; None for plain
-            positions.
+            positions. Read once the model has weights.
     """
 
     def __init__(self, base: Any, makes_masks: bool = False, rest: tuple[Given | None, ...] = ()) -> None:
@@ -318,7 +318,17 @@ class LayerCalls:
             self._call(number, first[number], second[number], masked.get(number, ()))
             for number in range(len(self.decoder.layers))
         ]
-        self.count = self._way_of_counting()
+        if not self._is_empty:
+            _ = self.count  # refused here where it is not followed
+
+    @functools.cached_property
+    def count(self) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
+        return self._way_of_counting()
+
+    @property
+    def _is_empty(self) -> bool:
+        """Whether the model is on the meta device, without weights."""
+        return self._table.weight.is_meta or self._device.type == "meta"
 
     @property
     def _device(self) -> torch.device:
@@ -391,7 +401,7 @@ class LayerCalls:
         plain = torch.arange(EXAMPLE_LENGTH, device=self._device).expand(1, -1)
         try:
             unnumbered, numbered = self._follow(ids, mask, (None, plain))
-            if mask.is_meta or _are_equal(unnumbered, numbered):
+            if _are_equal(unnumbered, numbered):
                 return None
             for way in (count_seen, functools.partial(count_kept, pad=pad)):
                 with contextlib.suppress(TypeError, RuntimeError):  # without padding, or with positions out of range
