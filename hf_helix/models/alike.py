@@ -9,6 +9,7 @@ be kept by the text, unless code closes over objects without a text.
 
 import functools
 import hashlib
+import inspect
 from collections.abc import Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -18,8 +19,8 @@ from torch import nn
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
-_OPTIONS = (*_PLAIN, tuple, list, FunctionType, functools.partial, torch.Tensor)
-"""The types of attributes that are options; configurations repeat other attributes."""
+_OPTIONS = (*_PLAIN, tuple, list, dict, FunctionType, functools.partial, torch.Tensor)
+"""The types of attributes that are options; of a configuration, those count that the code of the module names."""
 
 _CODE = ("co_code", "co_names", "co_varnames", "co_argcount", "co_kwonlyargcount")
 """What of a code object says what it does, beside its constants."""
@@ -37,11 +38,21 @@ def description(layer: nn.Module) -> str:
             and key not in ("training", "layer_idx", "forward")
             and isinstance(value, _OPTIONS)
         }
+        config = getattr(module, "config", None)
+        for key in sorted({*_names_in(module.forward)} & {*getattr(config, "__dict__", ())}):
+            if isinstance(value := vars(config)[key], _PLAIN):
+                options[f"config.{key}"] = text_of(value, names)
         shapes = [(key, tuple(tensor.shape)) for key, tensor in module.named_parameters(recurse=False)]
         buffers = [(key, tuple(tensor.shape)) for key, tensor in module.named_buffers(recurse=False)]
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         lines.append(f"{name} {kind} {text_of(module.forward, names)} {options} {shapes} {buffers}")
     return "\n".join(lines)
+
+
+def _names_in(function: Any) -> tuple[str, ...]:
+    """Returns the names of attributes and functions that the code of a function reads."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return () if code is None else code.co_names
 
 
 def text_of(value: Any, names: Mapping[int, str]) -> str:

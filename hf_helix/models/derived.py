@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -35,8 +36,8 @@ from hf_helix.models.lowering.segment_plan import SegmentPlan
 from hf_helix.models.model_code import forward_of, has_stock_loss, other_code
 from hf_helix.models.placement.inference import infer_placements
 from hf_helix.models.placement.rules import Placements
-from hf_helix.models.placement.value_placement import FREE, FULL, SHARD, NeedsInlining, ValuePlacement
-from hf_helix.models.towers import FEATURES, REFUSED, Towers
+from hf_helix.models.placement.value_placement import FREE, FULL, SHARD, NeedsInlining, ValuePlacement, name_of
+from hf_helix.models.towers import DECODER_INPUTS, FEATURES, REFUSED, Towers
 from hf_helix.models.trace.calls import LayerCall, LayerCalls
 from hf_helix.models.trace.opaque_calls import DTYPE, OPS, CallKind, OpaqueCalls, skeleton_of
 from hf_helix.models.trace.trace import (
@@ -112,7 +113,8 @@ class DerivedFamily(Family):
             self.is_recurrent = any(call.hides_padding for call in self.calls.calls)
             documents = dict.fromkeys(DOCUMENTS_OF_KERNELS, OF_DOCUMENTS) if self.is_recurrent else {}
             self.towers = Towers(base, self.calls) if has_towers(base) else None
-            self.unread = {**documents, **({} if self.towers is None else REFUSED)}
+            further = _further_inputs(base, [] if self.towers is None else self.towers.names)
+            self.unread = {**further, **documents, **({} if self.towers is None else REFUSED)}
 
     def _calls_of(self, base: Any) -> LayerCalls:
         """Returns the arguments of layers: with masks as tensors if the code of a layer computes with a mask, and with
@@ -287,7 +289,13 @@ class DerivedFamily(Family):
         self, key: str, make: Callable[[frozenset[str]], ModuleTrace], inlined: frozenset[str] = frozenset()
     ) -> ModuleTrace:
         if (key, inlined) not in self._traces:
-            self._traces[key, inlined] = make(inlined)
+            graph = self._traces[key, inlined] = make(inlined)
+            if (node := graph.random_call) is not None:  # evaluation would draw, too, and recomputation anew
+                raise Underivable(
+                    f"{name_of(node)} in {graph.path(node) or 'the layer'} draws random numbers in training, which is "
+                    "not built but for dropout; load the model with the option for it at 0, such as "
+                    "router_jitter_noise=0.0"
+                )
         return self._traces[key, inlined]
 
     def _tracing(self, number: int) -> Callable[[frozenset[str]], ModuleTrace]:
@@ -433,7 +441,7 @@ class DerivedFamily(Family):
         return super().loss_adds_up(model) and all(getattr(module, "is_causal", True) for module in modules)
 
     def count_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor:
-        counted = None if self.calls.count is None else self.calls.count(ids, mask)
+        counted = None if ids.is_meta or self.calls.count is None else self.calls.count(ids, mask)
         return super().count_positions(ids, mask) if counted is None else counted
 
     def attention_inputs(
@@ -453,6 +461,16 @@ class DerivedFamily(Family):
             along = [dim for dim in dims[name] if tensor.shape[dim] == ids.shape[1]]
             inputs[name] = cut.take(tensor, along[0]) if along else tensor
         return inputs
+
+
+def _further_inputs(base: Any, read: Collection[str]) -> dict[str, str]:
+    """Returns the tensors that a model takes beside ids, masks and positions, with what to do instead; `read` are those
+    that towers read."""
+    names = inspect.signature(base.forward).parameters.keys() - {*DECODER_INPUTS, *read}
+    named = f"which {type(base).__name__} would read and the cut model would not"
+    instead = f"{named}: leave it out, or use the stock Trainer"
+    types = f"{named}: leave it out, tokenizer(..., return_token_type_ids=False), or use the stock Trainer"
+    return {name: types if name == "token_type_ids" else instead for name in sorted(names)}
 
 
 def _as_opaque(number: int, is_tuple: bool, rest: tuple[Any, ...]) -> Any:

@@ -11,14 +11,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from types import MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import TransformersKwargs
+
+from hf_helix.models.trace.calls import stock_forward
 
 
 class Instead(NamedTuple):
@@ -69,18 +72,44 @@ _OF_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k
 def leave_out_unread(decoder: nn.Module) -> None:
     """Makes calls of a decoder leave out arguments that it hands on and none of its code reads, such as columns of a
     batch and `logits_to_keep`, and the ends of documents beside positions."""
-    forwards: list[Any] = [type(module).forward for module in decoder.modules()]
-    if not any(each.kind is each.VAR_KEYWORD for each in inspect.signature(forwards[0]).parameters.values()):
+    if not _takes_any(type(decoder).forward):
         return
-    read: set[Any] = {"return_dict", *TransformersKwargs.__annotations__}
-    for stock in forwards:
-        read.update(inspect.signature(stock).parameters, inspect.unwrap(stock).__code__.co_consts)
+    functions: list[Any] = [stock_forward(module) for module in decoder.modules()]
+    configs = [getattr(module, "config", None) for module in decoder.modules()]
+    chosen = {getattr(config, "_attn_implementation", None) for config in configs}
+    functions += [ALL_ATTENTION_FUNCTIONS[name] for name in chosen & {*ALL_ATTENTION_FUNCTIONS}]
+    read = {"return_dict", *TransformersKwargs.__annotations__, *_names_read_by(functions)}
 
     def forward(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         repeated = () if kwargs.get("position_ids") is None else _OF_DOCUMENTS
         return stock(*args, **{name: kwargs[name] for name in kwargs.keys() & read - {*repeated}})
 
     replace_method(decoder, "forward", forward)
+
+
+def _names_read_by(functions: Iterable[Any]) -> set[str]:
+    """Returns the names by which functions can read an argument: of their parameters, and their texts. So do functions
+    inside them, and functions of their files that take arguments of any name."""
+    names: set[str] = set()
+    known: set[int] = set()
+    waiting = list(functions)
+    while waiting:
+        function = waiting.pop()
+        waiting += [inner for name in ("func", "__wrapped__") if (inner := getattr(function, name, None)) is not None]
+        codes = [function.__code__] if hasattr(function, "__code__") and id(function.__code__) not in known else []
+        known.update(map(id, codes))
+        for code in codes:
+            codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+            names.update(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+            names.update(each for each in code.co_consts if isinstance(each, str))
+            called = (inspect.unwrap(function).__globals__.get(name) for name in code.co_names)
+            waiting += [each for each in called if isinstance(each, FunctionType) and _takes_any(each)]
+    return names
+
+
+def _takes_any(function: Callable[..., Any]) -> bool:
+    """Returns whether a function takes keywords of any name."""
+    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(function).parameters.values())
 
 
 def replace_method(module: nn.Module, name: str, run: Callable[..., Any]) -> None:

@@ -13,6 +13,7 @@ not trained keeps nothing for backward, since nothing before its features has a 
 import contextlib
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,8 @@ from hf_helix.models.trace.calls import LayerCalls, stock_forward
 from hf_helix.models.trace.opaque_calls import OPS, CallKind, OpaqueCalls
 from hf_helix.operators.param_shard import COPIED
 
+logger = logging.getLogger(__name__)
+
 FEATURES = "features"
 """The value [layers * tokens of this rank, batch, hidden] that is added to the hidden states behind the next layers, a
 part for each layer (deepstack); empty for text alone."""
@@ -42,9 +45,19 @@ REFUSED = dict.fromkeys(
 )
 """The entries of a batch for other towers."""
 
-_CACHE = ("past_key_values", "cache")  # renamed by Transformers 5.24
-_TEXT = ("input_ids", "attention_mask", "position_ids", *_CACHE, "inputs_embeds", "labels", "use_cache")
-_DECODER = (*_TEXT, "cache_position", "output_attentions", "output_hidden_states", "return_dict", "kwargs")
+_CACHE = ("past_key_values", "cache", "cache_params", "cache_position", "use_cache")  # renamed by Transformers 5.24
+_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep")
+DECODER_INPUTS = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "inputs_embeds",
+    "labels",
+    *_CACHE,
+    *_OUTPUTS,
+    "kwargs",
+)
+"""The arguments of a model of text alone: what it reads, and switches."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +89,7 @@ class Towers:
     Attributes:
         parameters: of the towers, and of the code between towers and decoder.
         modules: the modules that hold them.
+        names: of the entries of a batch for images and their places.
         problem: why images cannot be read; "" where they can.
         are_deep: whether features are added behind the first layers, too.
         deep_layers: how many layers these are, where the configuration tells; else 0.
@@ -92,8 +106,8 @@ class Towers:
         self.parameters = [parameter for parameter in base.parameters() if parameter not in used]
         around = {id(module) for module in base.modules() if any(each is decoder.module for each in module.modules())}
         self.modules = [module for module in base.modules() if id(module) not in inside | around]
-        self._names = [name for name in _parameters_of(self._outer) if name not in (*_DECODER, *REFUSED)]
-        further = [name for name in _parameters_of(decoder.module) if name not in _DECODER]
+        self.names = [name for name in _parameters_of(self._outer) if name not in (*DECODER_INPUTS, *REFUSED)]
+        further = [name for name in _parameters_of(decoder.module) if name not in DECODER_INPUTS]
         self.are_deep, self._adds = any("deepstack" in name for name in further), False
         vision = getattr(base.config, "vision_config", None)
         self.deep_layers = len(getattr(vision, "deepstack_visual_indexes", None) or ()) if self.are_deep else 0
@@ -104,7 +118,7 @@ class Towers:
 
     def given(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the entries of a batch for images and their places."""
-        return {name: batch[name] for name in self._names if batch.get(name) is not None}
+        return {name: batch[name] for name in self.names if batch.get(name) is not None}
 
     @property
     def are_trained(self) -> bool:
@@ -167,9 +181,12 @@ class Towers:
             return False
         mask = torch.tensor([[0, 1, 1]], device=self._table.weight.device)
         embeddings, positions = like_embeddings(self._base, mask), None
-        with torch.no_grad(), contextlib.suppress(Exception):  # code that does not run on text alone
-            known = {"input_ids": torch.zeros_like(mask), "attention_mask": mask}
-            positions = self._run(known, lambda *args, **kwargs: embeddings).get("position_ids")
+        known = {"input_ids": torch.zeros_like(mask), "attention_mask": mask}
+        try:
+            with torch.no_grad():
+                positions = self._run(known, lambda *args, **kwargs: embeddings).get("position_ids")
+        except Exception as error:  # code that does not run on text alone
+            logger.debug("positions by the mask of text: the code around the decoder cannot run", exc_info=error)
         plain = torch.arange(3, device=mask.device)  # from another start they count the same
         return positions is not None and bool((positions - positions[..., :1] != plain).any())
 
@@ -322,7 +339,7 @@ class Towers:
         further = [
             name
             for name, value in found.items()
-            if name not in _DECODER and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+            if name not in DECODER_INPUTS and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
         ]
         if further and self.are_deep:
             found[FEATURES] = self._features(found, further)

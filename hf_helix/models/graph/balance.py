@@ -185,10 +185,10 @@ def balance_of(model: Any) -> Balance | None:
             "records them"
         )
     balance = Balance(model.num_experts, model.num_experts_per_tok, num_routers, float(model.router_aux_loss_coef))
-    if not _is_computed_by(forward.__globals__[LOSS], balance):
+    if difference := _difference_from(forward.__globals__[LOSS], balance):
         raise ValueError(
             f"the load-balancing loss of {type(model).__name__} is not that of Mixtral, which is the one that is "
-            "built; use model.config.output_router_logits = False"
+            f"built; use model.config.output_router_logits = False (tried on small logits: {difference})"
         )
     return balance
 
@@ -206,15 +206,16 @@ def _routers(module: nn.Module, path: str, recorders: list[Any]) -> Iterator[Rou
             yield Router(path, module, recorder.index)
 
 
-def _is_computed_by(function: Any, balance: Balance) -> bool:
-    """Returns whether a function computes the load-balancing loss of the operators, by a trial call."""
+def _difference_from(function: Any, balance: Balance) -> str:
+    """Returns how a function differs from the load-balancing loss of the operators, by a trial call; "" where equal."""
     generator = torch.Generator().manual_seed(0)
     layers = [torch.randn(6, balance.num_experts, generator=generator) for _ in range(2)]
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     parts = torch.stack([part_of(logits, mask.flatten(), balance.choices) for logits in layers])
     loads, probabilities = parts.sum((0, 1)) / (mask.sum() * len(layers))
+    expected = balance.num_experts * (loads * probabilities).sum()
     try:
         computed = function(tuple(layers), balance.num_experts, balance.choices, mask)
-    except Exception:  # the function takes other arguments, or logits of another shape
-        return False
-    return torch.allclose(computed, balance.num_experts * (loads * probabilities).sum())
+    except Exception as error:  # the function takes other arguments, or logits of another shape
+        return f"{type(error).__name__}: {error}"
+    return "" if torch.allclose(computed, expected) else f"{float(computed):.6g}, and {float(expected):.6g} is built"

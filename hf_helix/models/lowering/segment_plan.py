@@ -197,13 +197,13 @@ class SegmentPlan:
 
     def _must_be_value(self, node: Node, user: Node) -> bool:
         kind = self.trace.kind_of(user)
-        if user in self.folded or node in self.placements.decisions.gathered:
+        if user in self.folded or node in self.placements.decisions.gathered or self.placement(node).is_summand:
             return True
         if user in self.values:
             return self.is_residual(user) if kind is None else kind not in (CallKind.ATTENTION, CallKind.MIXER)
         if user not in self.placements.values:
             return False
-        return self.placement(user).where not in (FREE, self.placement(node).where) or self.placement(node).is_summand
+        return self.placement(user).where not in (FREE, self.placement(node).where)
 
     def _is_worth_keeping(self, node: Node) -> bool:
         """Returns whether a node with several readers is computed once; a view is computed by each reader."""

@@ -93,12 +93,18 @@ class Placements:
         return FULL if FULL in forms or of_all else SHARD
 
     def join_mixing(self, node: Node, mixes: bool) -> str:
-        """Returns where an operation runs: on the full sequence if it `mixes` tokens."""
+        """Returns where an operation runs: on the full sequence if it `mixes` tokens, or rows."""
         where = self.join(tensors_of(node))
-        if not mixes or where == FREE:
+        if not mixes:
             return where
         self.mixing.add(node)
-        return FULL
+        return FREE if where == FREE else FULL
+
+    def goes_along_tokens(self, value: Node, dims: Iterable[int]) -> bool:
+        """Returns whether some dimensions of a value are of tokens, or of rows: operators have these in another order
+        than the code of a model."""
+        shape = self.trace.shape(value)
+        return any(shape[dim] in (BATCH, *TOKENS) for dim in dims)
 
     def cut(self, parameter: Node, dim: int = 0, blocks: tuple[int, ...] = ()) -> None:
         """Decides that a parameter or buffer is cut. A later decision may only add boundaries of blocks.
@@ -227,6 +233,8 @@ def _select(p: Placements, node: Node) -> ValuePlacement:
     given, gone = p.of(args_of(node)[0]), args_of(node)[1] % p.dims(args_of(node)[0])
     if given.dim == gone:
         p.demote(given.origins, node)
+    if p.goes_along_tokens(args_of(node)[0], [gone]):
+        given = replace(given, where=p.join_mixing(node, mixes=True))
     return p.moved(given, {d: d - (d > gone) for d in range(p.dims(args_of(node)[0]))})
 
 
@@ -248,6 +256,8 @@ def _slice(p: Placements, node: Node) -> ValuePlacement:
     value = args_of(node)[0]
     dim, *_, step = arguments_of_slice(node)
     given, length = p.of(value), p.trace.shape(value)[dim]
+    if p.trace.shape(node)[dim] != length and any(p.goes_along_tokens(each, [dim]) for each in (value, node)):
+        given = replace(given, where=p.join_mixing(node, mixes=True))
     if given.dim is None or given.dim != dim % p.dims(value):
         return replace(given, expanded=None) if given.dim is not None else given
     first, last = bounds_of_slice(node, length)
@@ -311,7 +321,8 @@ SAME = {"clone", "contiguous", "detach", "alias", "to", "_to_copy", "type_as", "
 SAME |= {"view_as_complex", "view_as_real"}
 """Operations that keep every dimension that may be cut; parts of complex numbers lie along the last dimension."""
 
-MIXING = ("conv", "roll", "flip", "fft", "stft", "scaled_dot_product", "flex_attention", "cumprod", "logcumsumexp")
+MIXING: tuple[str, ...] = ("conv", "roll", "flip", "fft", "stft", "scaled_dot_product", "flex_attention")
+MIXING += ("cumprod", "logcumsumexp", "batch_norm", "instance_norm")
 """Prefixes of operations that mix tokens as models use them."""
 
 
@@ -388,11 +399,11 @@ def _cat(p: Placements, node: Node) -> ValuePlacement:
     operands = tensors_of(node)
     dim = (args_of(node)[1] if len(args_of(node)) > 1 else 0) % p.dims(node)
     shares = [p.of(value) for value in operands if p.of(value).dim is not None]
-    where = p.join(operands)
+    is_stack = name_of(node) == "stack"
+    where = p.join_mixing(node, not is_stack and p.goes_along_tokens(node, [dim]))
     if not shares:
         return ValuePlacement(where, origins=p.origins_of(operands))
     share = shares[0]
-    is_stack = name_of(node) == "stack"
     if not is_stack and all(p.of(value).dim == dim for value in operands):
         blocks = tuple(block for value in operands for block in p.of(value).blocks)
         return ValuePlacement(where, dim, blocks, p.origins_of(operands))
@@ -412,7 +423,7 @@ def _reduce(p: Placements, node: Node) -> ValuePlacement:
     dims = p.dims(args_of(node)[0])
     over = _argument(node, "dim")
     reduced = {dim % dims for dim in (range(dims) if over in (None, []) else as_list(over))}
-    where = p.join_mixing(node, any(p.trace.shape(args_of(node)[0])[dim] in TOKENS for dim in reduced))
+    where = p.join_mixing(node, p.goes_along_tokens(args_of(node)[0], reduced))
     if given.dim is None:
         return ValuePlacement(where, origins=given.origins)
     if given.dim in reduced:
@@ -494,8 +505,27 @@ def _unknown(p: Placements, node: Node) -> ValuePlacement:
     origins = frozenset().union(*(p.of(v).origins for v in operands if p.of(v).dim is not None))
     if any(p.of(value).dim is not None for value in operands):
         p.demote(origins, node)
-    loses_tokens = any(_count_tokens(p, value) > _count_tokens(p, node) for value in operands)
-    return ValuePlacement(p.join_mixing(node, loses_tokens) if operands else FREE, origins=p.origins_of(operands))
+    return ValuePlacement(p.join_mixing(node, _mixes(p, node)) if operands else FREE, origins=p.origins_of(operands))
+
+
+def _mixes(p: Placements, node: Node) -> bool:
+    """Returns whether an operation without a rule of its own goes along tokens or rows."""
+    operands, value = tensors_of(node), args_of(node)[0]
+    if operands and max(_count_tokens(p, each) for each in operands) != _count_tokens(p, node):
+        return True
+    if value not in operands:
+        return False
+    name, last = name_of(node), p.dims(value) - 1
+    over: list[int] = []
+    if name.startswith(("index", "_unsafe_index")) and isinstance(args_of(node)[1], (tuple, list)):
+        over = [dim for dim, index in enumerate(args_of(node)[1]) if index is not None]
+    elif name in ("pad", "constant_pad_nd"):
+        over = [last - place // 2 for place, count in enumerate(args_of(node)[1]) if count != 0]
+    elif name in ("tril", "triu", "group_norm"):
+        over = [*range(1, last + 1)]
+    elif (dims := _argument(node, "dim")) is not None:
+        over = as_list(dims)
+    return p.goes_along_tokens(value, over)
 
 
 def _count_tokens(p: Placements, node: Node) -> int:

@@ -9,6 +9,7 @@ cost on a device is negligible. Masks are placeholders (`MaskOf`), since making 
 import contextlib
 import functools
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_helix.models.trace.opaque_calls import MaskOf, OtherMask, PaddingMask, replaced
 from hf_helix.models.trace.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, Underivable, refusal_of
+
+logger = logging.getLogger(__name__)
 
 _MASKS = {
     "create_causal_mask": lambda config: None,
@@ -249,7 +252,7 @@ def _narrow_lookups() -> Iterator[list[Tensor]]:
 
     def embedding(ids: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         looked_up.append(ids)
-        return weight.new_zeros((*ids.shape, 1))
+        return weight.new_zeros((*ids.shape, 1), device=ids.device)  # a table may lie on the meta device
 
     def unchanged(value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return value
@@ -291,12 +294,17 @@ class LayerCalls:
         has_rows: whether the embedding needs the positions of every row of a batch: the code reads other tables
             besides, or computes with positions.
         count: from the ids and the mask of a batch to the positions that the decoder counts by them; None for plain
-            positions.
+            positions. Read once the model has weights.
     """
 
     def __init__(self, base: Any, makes_masks: bool = False, rest: tuple[Given | None, ...] = ()) -> None:
         self.decoder = Decoder(base, makes_masks)
         self.decoder.rest = rest
+        drop = max(getattr(each, "layerdrop", None) or 0.0 for each in (self.decoder.module, self.decoder.holder))
+        if drop:
+            raise Underivable(
+                f"layerdrop={drop} leaves out layers at random, which is not built; load the model with layerdrop=0.0"
+            )
         self._makes_masks = makes_masks  # then code computes with positions, too, and each row has its own
         self._table = base.get_input_embeddings()
         self._pad = getattr(base.config.get_text_config(), "pad_token_id", None)
@@ -310,7 +318,17 @@ class LayerCalls:
             self._call(number, first[number], second[number], masked.get(number, ()))
             for number in range(len(self.decoder.layers))
         ]
-        self.count = self._way_of_counting()
+        if not self._is_empty:
+            _ = self.count  # refused here where it is not followed
+
+    @functools.cached_property
+    def count(self) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
+        return self._way_of_counting()
+
+    @property
+    def _is_empty(self) -> bool:
+        """Whether the model is on the meta device, without weights."""
+        return self._table.weight.is_meta or self._device.type == "meta"
 
     @property
     def _device(self) -> torch.device:
@@ -383,7 +401,7 @@ class LayerCalls:
         plain = torch.arange(EXAMPLE_LENGTH, device=self._device).expand(1, -1)
         try:
             unnumbered, numbered = self._follow(ids, mask, (None, plain))
-            if mask.is_meta or _are_equal(unnumbered, numbered):
+            if _are_equal(unnumbered, numbered):
                 return None
             for way in (count_seen, functools.partial(count_kept, pad=pad)):
                 with contextlib.suppress(TypeError, RuntimeError):  # without padding, or with positions out of range
@@ -391,7 +409,8 @@ class LayerCalls:
                         return way
         except Underivable:
             raise
-        except Exception:  # code that computes with the mask itself: the trace or the proof refuses it
+        except Exception as error:  # code that computes with the mask itself: the trace or the proof refuses it
+            logger.debug("positions by the mask of a batch: the decoder cannot run", exc_info=error)
             return None
         raise Underivable("its decoder counts positions by the attention mask, in a way that is not followed")
 
@@ -410,8 +429,10 @@ class LayerCalls:
         """Returns for each layer the places among its arguments where it is handed the mask of a batch itself."""
         ids = torch.zeros((EXAMPLE_BATCH, EXAMPLE_LENGTH), dtype=torch.long, device=self._device)
         mask, calls = torch.ones_like(ids), dict[int, Any]()
-        with contextlib.suppress(Exception):  # code that computes with the mask: the trace or the proof refuses it
+        try:
             calls, _ = self._run(ids, torch.arange(EXAMPLE_LENGTH, device=self._device).expand(1, -1), mask)
+        except Exception as error:  # code that computes with the mask: the trace or the proof refuses it
+            logger.debug("layers that take the mask of a batch: the decoder cannot run", exc_info=error)
         return {
             number: [index for index, leaf in enumerate(tree_leaves(call)) if leaf is mask]
             for number, call in calls.items()

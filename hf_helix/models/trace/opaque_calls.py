@@ -380,8 +380,8 @@ def is_norm(module: Any) -> bool:
     module = unwrapped(module).copies[0]
     if "Norm" not in type(module).__name__ or next(module.children(), None) is not None:
         return False
-    if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) > 1:
-        return False
+    if type(module).__module__.startswith("torch.") and len(getattr(module, "normalized_shape", ())) != 1:
+        return False  # torch's norms of several dimensions, of channels, or of a batch
     required = [p for p in inspect.signature(module.forward).parameters.values() if p.default is p.empty]
     return len(required) == 1 and all(p.dim() == 1 for p in module.parameters())
 
@@ -399,4 +399,8 @@ def is_activation(module: Any) -> bool:
     home = type(module).__module__
     known = home in ("transformers.activations", "torch.nn.modules.activation")
     plain = next(module.parameters(), None) is None and next(module.children(), None) is None
-    return known and plain and not isinstance(module, (nn.Softmax, nn.GLU, nn.MultiheadAttention))
+    return known and plain and not isinstance(module, _NOT_ELEMENTWISE)
+
+
+_NOT_ELEMENTWISE = (nn.Softmax, nn.Softmax2d, nn.Softmin, nn.LogSoftmax, nn.GLU, nn.RReLU, nn.MultiheadAttention)
+"""The activations of torch over several elements, or with random numbers."""

@@ -322,6 +322,11 @@ class ModuleTrace:
         """Returns the path of the module of an opaque call."""
         return self.call_of(node).path
 
+    @property
+    def random_call(self) -> Node | None:
+        """The first operation that draws random numbers, dropout apart; None without."""
+        return next((node for node in self.nodes if _draws(node) and node.users), None)
+
     def reads(self, name: str) -> bool:
         """Returns whether the code reads a parameter, itself or in a submodule that is called."""
         return self._is_read(name, {*self.nodes, *(node for node in self.attributes if node.users)})
@@ -386,6 +391,15 @@ def _path_of(node: Node) -> str:
 def args_of(node: Node) -> Any:
     """Returns the arguments of a call without torch's union type."""
     return node.args
+
+
+def _draws(node: Node) -> bool:
+    """Returns whether an operation of torch draws random numbers; attention may, with dropout."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    if node.target is not aten.scaled_dot_product_attention.default:
+        return True
+    return bool(node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0))
 
 
 def is_tensor(node: Any) -> bool:

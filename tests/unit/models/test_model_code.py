@@ -5,6 +5,7 @@ import re
 import types
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -340,3 +341,20 @@ def test_no_text_of_a_layer_has_an_address_of_memory(family: str) -> None:
     model = tiny(family)
     texts = [description(layer) for layer in model.model.layers]
     assert not [found for text in texts for found in re.findall(r"\S+ \d{12,}\b", text)]
+
+
+class Scaled(nn.Module):
+    """A factor that the code reads of its configuration, or of a dictionary."""
+
+    def __init__(self, factor: float, share: float = 1.0) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(factor=factor, other=object())
+        self.shares = {"here": share}
+
+    def forward(self, x: Any) -> Any:
+        return x * self.config.factor * self.shares["here"]
+
+
+def test_layers_whose_code_reads_other_numbers_are_not_alike() -> None:
+    assert description(Scaled(1.0)) == description(Scaled(1.0))
+    assert len({description(each) for each in (Scaled(1.0), Scaled(2.0), Scaled(1.0, 2.0))}) == 3

@@ -28,6 +28,19 @@ def test_positions_that_count_what_is_seen() -> None:
     assert family.count_positions(IDS, None).equal(torch.arange(5).unsqueeze(0))
 
 
+@pytest.mark.parametrize("name", ["OPTForCausalLM", "RobertaForCausalLM"])
+def test_positions_of_a_model_that_gets_its_weights_later(name: str) -> None:
+    with torch.device("meta"):
+        model = Subject.of(name).build()
+    family = family_of(model)
+    model.to_empty(device="cpu")
+    for buffer in model.buffers():
+        buffer.zero_()
+    expected = family_of(Subject.of(name).build()).count_positions(IDS, MASK)
+    assert family.count_positions(IDS, MASK).equal(expected)
+    assert not expected.equal(torch.arange(5).expand(2, -1))
+
+
 @pytest.mark.parametrize("name", ["Gemma2ForCausalLM", "BioGptForCausalLM", "LlamaForCausalLM"])
 def test_positions_that_count_everything(name: str) -> None:
     family = family_of(Subject.of(name).build())

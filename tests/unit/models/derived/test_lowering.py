@@ -1,5 +1,7 @@
 """The operators that traces become: where ranks communicate, and what runs in one."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import transformers
@@ -158,3 +160,73 @@ def test_weights_that_only_indices_depend_on_get_no_gradient(name: str) -> None:
     idle = {name for name, parameter in stock.named_parameters() if parameter.grad is None}
     assert idle == {name for name, parameter in ours.named_parameters() if not parameter.requires_grad}
     assert any("indexer" in name for name in idle)
+
+
+# -- tokens and rows -----------------------------------------------------------------------------------------------
+
+
+class Mixing(nn.Module):
+    """Code that lets a token see others, outside of attention."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.mix = nn.Linear(8, 12), nn.Linear(12, 8), mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.mix(x))))
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda x: x + functional.pad(x, (0, 0, 1, -1)),
+        lambda x: x + torch.cat([x[:, :1], x[:, :-1]], 1),
+        lambda x: x + x[:, -1:],
+        lambda x: x + x[:, 0].unsqueeze(1),
+        lambda x: x - x.mean(0, keepdim=True),
+        lambda x: x.gather(1, x.argsort(1)),
+        lambda x: x + x.diff(dim=1, prepend=x[:, :1]),
+        lambda x: x + torch.einsum("bst,btd->bsd", torch.einsum("bsd,btd->bst", x, x).softmax(-1), x),
+        lambda x: functional.group_norm(x.transpose(1, 2), 2).transpose(1, 2),
+    ],
+    ids=["pad", "cat", "slice", "select", "mean of rows", "gather", "diff", "einsum", "group norm"],
+)
+def test_code_along_tokens_or_rows_runs_on_the_full_sequence(mix: Callable[[Tensor], Tensor]) -> None:
+    """A rank's part of the sequence has other neighbours, and operators have tokens before rows."""
+    check_on_two_ranks(Mixing(mix))
+
+
+class Positions(Mixing):
+    """A table of positions that the length of the sequence cuts."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda x: x)
+        self.table = nn.Parameter(torch.zeros(10, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.table[: x.shape[1]])
+
+
+def test_rows_of_a_table_are_those_of_the_tokens() -> None:
+    check_on_two_ranks(Positions())
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.LogSoftmax(-1), lambda: nn.Softmin(-1), lambda: nn.GroupNorm(3, 12)], ids=["log", "min", "norm"]
+)
+def test_modules_of_torch_over_several_features_are_not_run_on_a_share(make: Callable[[], nn.Module]) -> None:
+    class Over(Mixing):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x)
+            return x + self.down(self.mix(h.flatten(0, 1)).view_as(h))
+
+    check_on_two_ranks(Over(make()))
+
+
+def test_a_mean_over_shared_features_is_summed_also_where_it_is_read_at_once() -> None:
+    class Centred(Mixing):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x)
+            return x + self.down(h - h.mean(-1, keepdim=True))
+
+    check_on_two_ranks(Centred(nn.Identity()))
