@@ -16,10 +16,11 @@ import uuid
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy, rotate_checkpoints
 from transformers.utils.logging import get_logger
@@ -175,6 +176,8 @@ class CheckpointHooks(TrainerAttributes):
         self._resumed.check_optimizer(folder, self._describe(optimizer))
         load_states(optimizer, self._local_parameters(), folder / OPTIMIZER)
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+        with patch.object(Trainer, "_load_optimizer_and_scheduler", lambda *_: None):  # of stock files
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]  # what a class resumes besides
 
     @overrides("Trainer", otherwise="a resumed run would see its data in another order")
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:

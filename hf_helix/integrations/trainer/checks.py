@@ -180,8 +180,6 @@ _NEVER_CALLED = {
 }
 
 
-# Restores the state of adaptive entropy, which a resumed run does not restore here.
-_GRPO_TRAINER = "trl.trainer.grpo_trainer.GRPOTrainer"
 # Methods that the mixin replaces for the built-in loss alone.
 _CALLED_FOR_OWN_LOSSES = ("training_step", "prediction_step")
 
@@ -200,7 +198,7 @@ def check_overrides(trainer: Any) -> None:
         )
     called = _CALLED_FOR_OWN_LOSSES if trainer.helix.ends_at_decoder else ()
     for hook, hidden in hidden_methods(type(trainer)):
-        if hidden is not Trainer and name_of(hidden) not in (SFT_TRAINER, _GRPO_TRAINER) and hook not in called:
+        if hidden is not Trainer and name_of(hidden) != SFT_TRAINER and hook not in called:
             base = next(each for each in hidden.__mro__[1:] if hook in vars(each)).__name__
             raise ValueError(
                 f"{name} has {hidden.__name__} behind HelixTrainerMixin, so that {hidden.__name__}.{hook} is never "

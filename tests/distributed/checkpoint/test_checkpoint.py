@@ -8,13 +8,15 @@ import pytest
 import torch
 from support.comparisons import assert_same, stored
 from support.jobs import save_untrained
-from support.models import VOCABULARY, arguments, llama, word_tokenizer
+from support.models import VOCABULARY, arguments, llama, sequences, word_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     Trainer,
     TrainingArguments,
 )
+
+from hf_helix import HelixConfig, HelixTrainerMixin
 
 TP2 = {"tp_size": 2}
 
@@ -66,3 +68,34 @@ def test_everything_else_that_a_folder_needs(cluster_of: Any, tmp_path: Path) ->
     args = torch.load(tmp_path / "training_args.bin", weights_only=False)
     assert isinstance(args, TrainingArguments)
     assert args.learning_rate == 1e-3
+
+
+class Counting(Trainer):
+    """Keeps a number of its own beside a checkpoint."""
+
+    number = 0
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._save_checkpoint(*args, **kwargs)
+        Path(self.args.output_dir, "number").write_text("7")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.number = int(Path(checkpoint).parent.joinpath("number").read_text())
+
+
+def test_what_a_class_behind_the_mixin_resumes(tmp_path: Path) -> None:
+    """As TRL's GRPO does with adaptive entropy."""
+    kind = type("CutCounting", (HelixTrainerMixin, Counting), {})
+    options = {"save_steps": 2, "gradient_accumulation_steps": 1, "max_steps": 3}
+    data = sequences(8)
+    first, second = (
+        kind(model=llama(), args=arguments(str(tmp_path), **options), train_dataset=data, helix_config=HelixConfig())
+        for _ in range(2)
+    )
+    first.train()
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert (first.number, second.number) == (0, 7)
+    for name, weight in first.model.state_dict().items():
+        assert weight.equal(second.model.state_dict()[name]), name
