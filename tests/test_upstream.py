@@ -85,7 +85,7 @@ OWNED: dict[str, str] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward "
     "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward _flash_attention_forward "
-    "_flash_attention_backward _softmax _to_copy _unsafe_view _log_softmax "
+    "_flash_attention_backward _softmax _to_copy _unsafe_view _unsafe_index _log_softmax "
     "_grouped_mm _scaled_mm_v2",
     "torch:ops.aten.mm.default": "_schema",
 }

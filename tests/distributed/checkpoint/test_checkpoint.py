@@ -88,7 +88,7 @@ class Counting(Trainer):
 def test_what_a_class_behind_the_mixin_resumes(tmp_path: Path) -> None:
     """As TRL's GRPO does with adaptive entropy."""
     kind = type("CutCounting", (HelixTrainerMixin, Counting), {})
-    options = {"save_steps": 2, "gradient_accumulation_steps": 1, "max_steps": 3}
+    options = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 1, "max_steps": 3}
     data = sequences(8)
     first, second = (
         kind(model=llama(), args=arguments(str(tmp_path), **options), train_dataset=data, helix_config=HelixConfig())
