@@ -36,7 +36,7 @@ from hf_helix.models.lowering.segment_plan import SegmentPlan
 from hf_helix.models.model_code import forward_of, has_stock_loss, other_code
 from hf_helix.models.placement.inference import infer_placements
 from hf_helix.models.placement.rules import Placements
-from hf_helix.models.placement.value_placement import FREE, FULL, SHARD, NeedsInlining, ValuePlacement, name_of
+from hf_helix.models.placement.value_placement import FREE, FULL, SHARD, NeedsInlining, ValuePlacement
 from hf_helix.models.towers import DECODER_INPUTS, FEATURES, REFUSED, Towers
 from hf_helix.models.trace.calls import LayerCall, LayerCalls
 from hf_helix.models.trace.opaque_calls import DTYPE, OPS, CallKind, OpaqueCalls, skeleton_of
@@ -289,13 +289,7 @@ class DerivedFamily(Family):
         self, key: str, make: Callable[[frozenset[str]], ModuleTrace], inlined: frozenset[str] = frozenset()
     ) -> ModuleTrace:
         if (key, inlined) not in self._traces:
-            graph = self._traces[key, inlined] = make(inlined)
-            if (node := graph.random_call) is not None:  # evaluation would draw, too, and recomputation anew
-                raise Underivable(
-                    f"{name_of(node)} in {graph.path(node) or 'the layer'} draws random numbers in training, which is "
-                    "not built but for dropout; load the model with the option for it at 0, such as "
-                    "router_jitter_noise=0.0"
-                )
+            self._traces[key, inlined] = make(inlined)
         return self._traces[key, inlined]
 
     def _tracing(self, number: int) -> Callable[[frozenset[str]], ModuleTrace]:

@@ -322,11 +322,6 @@ class ModuleTrace:
         """Returns the path of the module of an opaque call."""
         return self.call_of(node).path
 
-    @property
-    def random_call(self) -> Node | None:
-        """The first operation that draws random numbers, dropout apart; None without."""
-        return next((node for node in self.nodes if _draws(node) and node.users), None)
-
     def reads(self, name: str) -> bool:
         """Returns whether the code reads a parameter, itself or in a submodule that is called."""
         return self._is_read(name, {*self.nodes, *(node for node in self.attributes if node.users)})
@@ -474,6 +469,13 @@ def _trace_of(program: Any, opaque_calls: OpaqueCalls, given: Sequence[Given]) -
     for node in partial_writes(program.graph):
         where = _path_of(node) or "the layer"
         raise Underivable(f"{node.target} in {where} writes over a part of a tensor, which is not built")
+    for node in nodes:
+        if _draws(node) and node.users:  # evaluation would draw, too, and recomputation anew
+            raise Underivable(
+                f"{node.target.overloadpacket.__name__} in {_path_of(node) or 'the layer'} draws random numbers in "
+                "training, which is not built but for dropout; load the model with the option for it at 0, such as "
+                "router_jitter_noise=0.0"
+            )
     signature = program.graph_signature
     owned = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     attributes, constants, inputs = {}, {}, []
