@@ -217,7 +217,7 @@ class CheckpointHooks(TrainerAttributes):
             agree_on_success(ValueError(lost) if is_shared and not probe.exists() else None)
         finally:
             if rank() == 0:
-                probe.unlink()
+                probe.unlink(missing_ok=True)  # an error of its own would hide the refusal
 
     def _least_bytes(self, run: Manifest) -> int:
         """Returns a lower bound for the bytes of a checkpoint: the trained weights and, with AdamW, two averages
