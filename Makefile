@@ -28,7 +28,7 @@ install: $(STAMP)  ## make .venv and install hf_helix into it, with the versions
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 demo: $(STAMP)  ## train a small Llama on two processes over an emulated link, and show what overlap gains

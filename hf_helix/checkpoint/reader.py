@@ -152,7 +152,7 @@ class Source:
         converter = copy.deepcopy(self.converter)  # the converter collects its tensors
         for pattern, keys in self.keys.items():
             for key in keys:
-                converter.add_tensor(self.target, key, pattern, tensor_of(key))  # type: ignore[arg-type]  # as when saving
+                converter.add_tensor(self.target, key, pattern, tensor_of(key))  # as when saving
         made = converter.convert(self.target, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 

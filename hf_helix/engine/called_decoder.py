@@ -151,7 +151,7 @@ class CalledDecoder:
         return DecoderOutput(
             last_hidden_state=output,
             hidden_states=(*states, *((output,) if self._is_last_normed else ())) if given[_HIDDEN] else None,
-            router_logits=logits if given[_ROUTERS] else None,  # type: ignore[arg-type]  # declared as of one layer
+            router_logits=logits if given[_ROUTERS] else None,
         )
 
     def _stray(self, given: Mapping[str, Any]) -> list[str]:

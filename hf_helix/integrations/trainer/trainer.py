@@ -352,7 +352,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             write_card(self, stock, given)
 
 
-class HelixTrainer(HelixTrainerMixin, Trainer):  # type: ignore[misc]  # Trainer.objective has no declared type
+class HelixTrainer(HelixTrainerMixin, Trainer):
     """`transformers.Trainer` with the model cut over the ranks and communication hidden behind computation.
 
     Takes the arguments of `Trainer`, and `helix_config`. See `HelixTrainerMixin`.
