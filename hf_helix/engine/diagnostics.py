@@ -30,7 +30,7 @@ from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.rank_units import RankUnits
-from hf_helix.runtime.runner import Runner, set_aside
+from hf_helix.runtime.runner import Runner, measured
 from hf_helix.tuning.budget import BASELINE
 from hf_helix.tuning.candidates import PAPER, Comparison, compare
 from hf_helix.tuning.result_text import TuningResult
@@ -128,7 +128,7 @@ class Diagnostics:
             self.graphs.release()  # their memory is that of another window
         with modes_kept(self.model.modules()):
             self.model.train()
-            with watched(), plain_parameters(), set_aside(self.runner):
+            with watched(), plain_parameters(), measured(self.runner):
                 yield self.last_window
 
     # -- the logs ------------------------------------------------------------------------------------------------

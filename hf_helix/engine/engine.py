@@ -82,7 +82,7 @@ from hf_helix.runtime.failures.values import value_bounds
 from hf_helix.runtime.gradients.reduce import gradient_norm
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.notices import say
-from hf_helix.runtime.runner import Runner, set_aside
+from hf_helix.runtime.runner import Runner, measured, set_aside
 from hf_helix.tuning.cache import fingerprint
 from hf_helix.tuning.candidates import calibrate_link
 from hf_helix.tuning.result_text import TuningResult
@@ -295,7 +295,7 @@ class Engine(Diagnostics):
     ) -> TuningResult | None:
         before = self.tuning
         self._settle_link(make_window)  # before any time is taken
-        with set_aside(self.runner):
+        with measured(self.runner):
             self.runner = self.tuner.update(self.runner, make_window, count, steps_left, self.graphs)
         return self.tuning if self.tuning is not before else None
 
@@ -315,7 +315,7 @@ class Engine(Diagnostics):
         if link is None or self._has_said_link:
             return
         if link.rate is None:
-            with watched(), set_aside(self.runner):
+            with watched(), measured(self.runner):
                 calibrate_link(self.runner, make_window()[:TUNED_MICROBATCHES])
         say(f"emulated link: {link}; transfers wait asleep until it would have carried them")
         self._has_said_link = True

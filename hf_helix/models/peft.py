@@ -128,11 +128,17 @@ def unwrap_peft(module: Any, label: str, embeddings_of_subclasses: bool = False)
     `nn.Embedding` pass, see `Builder.lookup`.
 
     Raises:
-        ValueError: the submodule is neither plain nor a wrapper that can be cut.
+        ValueError: the submodule is neither plain nor a wrapper that can be cut, or an embedding changes its table.
     """
     inside = unwrapped(module)
     for plain in inside.copies:
         kind = f"{type(plain).__module__}.{type(plain).__name__}"
+        if isinstance(plain, nn.Embedding) and (plain.max_norm is not None or plain.scale_grad_by_freq):
+            raise ValueError(
+                f"{label}: the embedding has max_norm={plain.max_norm} and "
+                f"scale_grad_by_freq={plain.scale_grad_by_freq}, which a table cut over ranks would ignore; set "
+                "embedding.max_norm = None and embedding.scale_grad_by_freq = False"
+            )
         if type(plain) is nn.Embedding or is_plain_linear(plain):
             continue
         if not isinstance(plain, nn.Embedding):

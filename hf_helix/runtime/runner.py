@@ -274,3 +274,17 @@ def set_aside(runner: Runner) -> Iterator[None]:
         arrived([*held.values(), *(parameter.grad for parameter in held)])
         for parameter, earlier in held.items():
             parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
+
+
+@contextlib.contextmanager
+def measured(runner: Runner) -> Iterator[None]:
+    """Returns a context for windows that are measured, not trained on: afterwards the gradients, and the counts of the
+    routers that the logs show, are those of training alone."""
+    meters = [meter for unit in runner.rank_units.units.values() for meter in unit.meters]
+    counts = [None if meter.sums is None else meter.sums.clone() for meter in meters]  # a graph adds in place
+    try:
+        with set_aside(runner):
+            yield
+    finally:
+        for meter, sums in zip(meters, counts, strict=True):
+            meter.sums = sums

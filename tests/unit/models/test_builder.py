@@ -133,6 +133,13 @@ def test_an_embedding_of_a_subclass_is_a_lookup_where_the_caller_says_so() -> No
     assert b.build("lookup").placements == {table.weight: Placement(0, 7)}
 
 
+@pytest.mark.parametrize("changes", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
+def test_an_embedding_that_changes_its_table_is_refused(changes: dict[str, Any]) -> None:
+    name, value = next(iter(changes.items()))
+    with pytest.raises(ValueError, match=rf"layers.0: the embedding has .*{name}={value}.*embedding.max_norm = None"):
+        builder().lookup("lookup", nn.Embedding(7, 3, **changes))
+
+
 def test_noise_is_not_scaled() -> None:
     builder(neftune_alpha=5.0).lookup("lookup", nn.Embedding(7, 3), plain=True)
     with pytest.raises(ValueError, match=r"neftune_noise_alpha=5.0 .* Scaled: .*neftune_noise_alpha=None"):
