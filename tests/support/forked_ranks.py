@@ -11,6 +11,7 @@ a launcher shows is in tests that really launch.
 import atexit
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Mapping
 from multiprocessing.process import BaseProcess
@@ -39,6 +40,11 @@ class ForkedRank:
 
     def kill(self) -> None:
         self.process.kill()
+
+    def interrupt(self) -> None:
+        """As Ctrl-C does."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGINT)
 
 
 def fork_ranks(
@@ -87,6 +93,7 @@ def _run(folder: str, words: list[str], environment: Mapping[str, str]) -> None:
     log = os.open(f"{environment['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, where the tests run in a shell's background
     import torch
 
     torch.set_num_threads(1)

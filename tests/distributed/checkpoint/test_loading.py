@@ -160,11 +160,11 @@ SPREAD = {"shard_parameters": True}
 KEPT = {"shard_optimizer": True}
 CASES: list[Any] = [
     # family, changes, layout, shards of the checkpoint
-    ("llama", TIED, {"tp_size": 2}, "20KB"),
-    ("gpt2", {}, {"tp_size": 2}, "1GB"),
     ("phimoe", LAYERS, {"pp_size": 2}, "20KB"),
-    ("phimoe", {}, {"ep_size": 2}, "1GB"),
     ("llama", {**TIED, **LAYERS}, SPREAD, "20KB"),
+    pytest.param("llama", TIED, {"tp_size": 2}, "20KB", marks=SLOW),
+    pytest.param("gpt2", {}, {"tp_size": 2}, "1GB", marks=SLOW),
+    pytest.param("phimoe", {}, {"ep_size": 2}, "1GB", marks=SLOW),
     pytest.param("llama", {**TIED, **LAYERS}, KEPT, "20KB", marks=SLOW),
     pytest.param("mixtral", {}, {"ep_size": 2}, "1GB", marks=SLOW),
     pytest.param("qwen3_moe", LAYERS, {"tp_size": 2, "pp_size": 2}, "20KB", marks=SLOW),
@@ -404,7 +404,7 @@ def test_names_that_are_no_folders(options: dict[str, Any], words: list[str], cl
 
 DRAWN: list[Any] = [
     ("llama", {**LAYERS, **TIED}, ({"tp_size": 2}, {"pp_size": 2}, {"pp_size": 2, "spread_vocabulary": True}, SPREAD)),
-    ("gpt2", LAYERS, ({"tp_size": 2},)),
+    pytest.param("gpt2", LAYERS, ({"tp_size": 2},), marks=SLOW),
     ("phimoe", LAYERS, ({"ep_size": 2},)),
     pytest.param("mixtral", LAYERS, ({"ep_size": 2},), marks=SLOW),
     *(

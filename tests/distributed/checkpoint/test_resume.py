@@ -149,12 +149,11 @@ def test_the_same_layout_goes_on_bit_for_bit(layout: str, runs: Any, cluster_of:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("tp2", "pp2"),
         ("tp2", "pp2 slices"),
-        pytest.param("pp2 slices", "tp2", marks=SLOW),
-        ("tp2", "dp2 ZeRO-1"),
         ("dp2 ZeRO-1", "dp2 ZeRO-3"),
         ("dp2 ZeRO-3", "tp2"),
+        pytest.param("pp2 slices", "tp2", marks=SLOW),
+        *(pytest.param("tp2", after, marks=SLOW) for after in ("pp2", "dp2 ZeRO-1")),
         *(pytest.param("tp2", after, marks=SLOW) for after in ("cp2", "dp2", "dp2 ZeRO-3")),
         pytest.param("dp2 ZeRO-1", "dp2", marks=SLOW),
         *(pytest.param(before, "dp2 ZeRO-1", marks=SLOW) for before in ("dp2", "dp2 ZeRO-3")),
@@ -425,11 +424,11 @@ def test_states_that_cannot_be_cut(tmp_path: Path) -> None:
 # -- what stays, what is best, what is uploaded --------------------------------------------------------------------
 
 BEST = {
-    "max_steps": 6,
+    "max_steps": 3,
     "learning_rate": 0.05,
     "eval_strategy": "steps",
-    "eval_steps": 2,
-    "save_steps": 2,
+    "eval_steps": 1,
+    "save_steps": 1,
     "save_total_limit": 2,
     "load_best_model_at_end": True,
     "metric_for_best_model": "loss",
@@ -439,13 +438,13 @@ BEST = {
 @pytest.mark.parametrize("helix", [TP2, *(pytest.param(each["helix"], marks=SLOW) for each in (SPREAD, KEPT))], ids=str)
 def test_the_best_model_at_the_end(helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
     expected = run(str(tmp_path / "stock"), None, training=BEST)
-    assert expected["best"] != "checkpoint-6"  # or loading it would change nothing
+    assert expected["best"] != "checkpoint-3"  # or loading it would change nothing
     training = {**BEST, "gradient_accumulation_steps": 2 if helix is TP2 else 1}
     for result in cluster_of(2).run(f"{JOB}run", folder=str(tmp_path / "helix"), helix=helix, training=training):
         assert result["best"] == expected["best"]
         assert result["checkpoints"] == expected["checkpoints"]
         assert result["eval"] == pytest.approx(expected["eval"], abs=1e-5)
-    last = state_of(tmp_path / "helix" / "checkpoint-6")
+    last = state_of(tmp_path / "helix" / "checkpoint-3")
     assert last["best_model_checkpoint"] == str(tmp_path / "helix" / result["best"])
 
 

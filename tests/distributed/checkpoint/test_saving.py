@@ -4,6 +4,7 @@ import contextlib
 import copy
 import errno
 import filecmp
+import functools
 import io
 import os
 from collections.abc import Callable, Iterator
@@ -135,6 +136,7 @@ def ask(folder: str, helix: dict[str, Any], lora: bool, alone: bool = False) -> 
 
 # Tests
 
+SLOW = pytest.mark.slow
 SMALL = "20KB"
 TOLD = 5000  # bytes of what ranks tell each other; the smallest model has 136960, its largest tensor 16768
 CASES: dict[str, dict[str, Any]] = {
@@ -173,16 +175,27 @@ def assert_stock(folder: Path, case: dict[str, Any], stock: Path) -> int:
     return sum((stock / name).stat().st_size for name in weights if name.endswith(".safetensors"))
 
 
+MORE = ("rows and columns", "a single file", "fused, of unequal widths", "experts", "copies")
+NAMES = [pytest.param(name, marks=[SLOW] * (name in MORE)) for name in CASES]
+
+
 @pytest.fixture(scope="module")
-def written(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+def written(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[Any]]]:
+    """By case, the folder of it and others that were saved with it, and what each rank has written."""
     folder = tmp_path_factory.mktemp("shared")
-    return folder, cluster_of(2).run(save, folder=str(folder), cases=CASES)
+
+    @functools.cache
+    def save_some(more: bool) -> list[Any]:
+        cases = {name: case for name, case in CASES.items() if (name in MORE) == more}
+        return cluster_of(2).run(save, folder=str(folder), cases=cases)
+
+    return lambda name: (folder, save_some(name in MORE))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_files_are_those_of_transformers(name: str, written: tuple[Path, list[Any]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_files_are_those_of_transformers(name: str, written: Any, tmp_path: Path) -> None:
     """The same names, index, tensors in each file and bytes; and each rank has written about half of them."""
-    folder, ranks = written
+    folder, ranks = written(name)
     size = assert_stock(folder / name, CASES[name], tmp_path / "stock")
     shares = [result[name]["written"] for result in ranks]
     tensors = sum(
@@ -197,17 +210,17 @@ def largest(case: dict[str, Any]) -> int:
     return max(tensor.nbytes for tensor in tiny(case["family"], **case.get("changes", {})).parameters())
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_nothing_is_gathered(name: str, written: tuple[Path, list[Any]]) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_gathered(name: str, written: Any) -> None:
     """Tensors that a save makes: none, but where experts lie otherwise on disk one slice of one layer's."""
     converted = largest(CASES[name]) // 2 if "experts" in name else 0
-    for result in written[1]:
+    for result in written(name)[1]:
         assert result[name]["peak"] <= converted + TOLD
 
 
 def test_hosts_that_share_no_folder(cluster_of: Any, tmp_path: Path) -> None:
     """Everything lands in rank 0's; it holds one slice at a time, and takes what it has itself from itself."""
-    cases = {name: CASES[name] for name in ("rows and columns", "fused, transposed", "experts", "copies", "spread")}
+    cases = {name: CASES[name] for name in ("fused, transposed", "experts", "copies", "spread")}
     writing, other = cluster_of(2).run(save, folder=str(tmp_path), cases=cases, apart=True)
     for name, case in cases.items():
         assert_stock(tmp_path / "0" / name, case, tmp_path / name)
@@ -231,7 +244,9 @@ def test_a_full_disk_is_an_error_on_every_rank(victim: int, cluster_of: Any, tmp
 # -- what a cut model is asked for ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("helix", "lora"), [({"tp_size": 2}, False), ({"pp_size": 2}, True)], ids=str)
+@pytest.mark.parametrize(
+    ("helix", "lora"), [pytest.param({"tp_size": 2}, False, marks=SLOW), ({"pp_size": 2}, True)], ids=str
+)
 def test_a_cut_model_does_not_save_itself(helix: dict[str, Any], lora: bool, cluster_of: Any, tmp_path: Path) -> None:
     told, _ = cluster_of(2).run(ask, folder=str(tmp_path), helix=helix, lora=lora)
     assert len(told) == 3 * len(calls(None, ""))
@@ -246,7 +261,11 @@ def test_a_cut_model_does_not_save_itself(helix: dict[str, Any], lora: bool, clu
     assert isinstance(model, PeftModel if lora else PreTrainedModel)
 
 
-@pytest.mark.parametrize("helix", [{"tp_size": 2}, {"pp_size": 2}, {"shard_parameters": True}], ids=str)
+@pytest.mark.parametrize(
+    "helix",
+    [*(pytest.param({axis: 2}, marks=SLOW) for axis in ("tp_size", "pp_size")), {"shard_parameters": True}],
+    ids=str,
+)
 def test_what_one_rank_reads_alone_is_named(helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
     said = "on rank 0 while training goes on after on_step_end on rank 1: every rank must do so"
     job = {"folder": str(tmp_path), "helix": helix, "lora": False, "alone": True}

@@ -144,11 +144,20 @@ def test_sigterm_to_the_launcher(tmp_path: Path) -> None:
         assert f"rank {rank} went on after step {saved.name.removeprefix('checkpoint-')}" in said
 
 
-def test_ctrl_c(tmp_path: Path) -> None:
-    process = launch(tmp_path, "endings_script.py", "interrupt")
-    wait_for(tmp_path, "communicating")
-    os.killpg(process.pid, signal.SIGINT)
-    said, _ = output_of(process)
+@pytest.mark.parametrize("launches", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ranks", "launched"])
+def test_ctrl_c(launches: bool, tmp_path: Path) -> None:
+    if launches:
+        process = launch(tmp_path, "endings_script.py", "interrupt")
+        wait_for(tmp_path, "communicating")
+        os.killpg(process.pid, signal.SIGINT)
+        said, _ = output_of(process)
+    else:
+        ranks = fork_ranks(tmp_path, SUPPORT / "endings_script.py", "interrupt")
+        wait_for(tmp_path, "communicating")
+        for rank in ranks:
+            rank.interrupt()
+        assert 0 not in [rank.wait(LIMIT) for rank in ranks]
+        said = "".join((tmp_path / f"{rank}.log").read_text() for rank in range(2))
     assert said.count("hf_helix: interrupted; stopped after step 2; out/checkpoint-2 is there\n") == 1, said
     assert "KeyboardInterrupt" not in said
 

@@ -166,15 +166,11 @@ CASES: list[Any] = [
     (f"shard_parameters: true\n{HOST}", "in a copy to the host", 1, DIED),
 ]
 # A full disk is a test of its own, below.
-QUICK = [
-    (SPREAD, "in a gather of weights", 1, DIED),
-    (PIPELINE, "in a step", 1, DIED),
-    (f"pp_size: 2\n{HOST}", "in an update on the host", 1, DIED),
-]
+QUICK = (f"pp_size: 2\n{HOST}", "in an update on the host", 1, DIED)
 
 
 @pytest.mark.parametrize(
-    ("helix", "fault", "victim", "said"), [pytest.param(*case, marks=() if case in QUICK else SLOW) for case in CASES]
+    ("helix", "fault", "victim", "said"), [pytest.param(*case, marks=() if case == QUICK else SLOW) for case in CASES]
 )
 def test_the_other_rank_ends_and_the_next_run_goes_on(
     helix: str, fault: str, victim: int, said: str, expected: Any, tmp_path: Path
@@ -265,7 +261,7 @@ def test_killed_at_twenty_random_moments(tmp_path: Path) -> None:
     assert losses(killed, 200) == losses(sound, 200)
 
 
-@pytest.mark.parametrize("dp_rank", [0, 1])
+@pytest.mark.parametrize("dp_rank", [pytest.param(0, marks=SLOW), 1])
 def test_a_loss_that_is_not_finite_ends_all_ranks(dp_rank: int, cluster_of: Any, tmp_path: Path) -> None:
     words = f"step 2: the loss of rank {dp_rank} is not finite", "Resume from an earlier checkpoint"
     job = {"raises": "FloatingPointError", "folder": str(tmp_path), "victim": dp_rank}
@@ -279,9 +275,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1"]
 
 
-@pytest.mark.parametrize(
-    "where", [pytest.param(w, marks=() if w in ("for the model", "on the disk") else SLOW) for w in ROOM]
-)
+@pytest.mark.parametrize("where", [pytest.param(w, marks=() if w == "on the disk" else SLOW) for w in ROOM])
 def test_a_save_that_fails_leaves_what_was_there(where: str, tmp_path: Path) -> None:
     """In one process; what several ranks do then is among the slow tests."""
     with pytest.raises((OSError, RuntimeError), match="No space left on device"):

@@ -159,6 +159,7 @@ def _bare(value: Tensor) -> Tensor:
 # -- the tests --------------------------------------------------------------------------------------------------------
 
 CPU = torch.device("cpu")
+SLOW = pytest.mark.slow
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 512}
 
 
@@ -234,10 +235,10 @@ def same(result: list[Any], wanted: list[Any]) -> bool:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, id="one rank"),
+        pytest.param({}, id="one rank", marks=SLOW),
         pytest.param({"tp": 2, "autocast_dtype": torch.bfloat16}, id="tp2 bf16"),
         pytest.param({"cp": 2}, id="cp2"),
-        pytest.param({"tp": 2, "recompute": "full"}, id="tp2 recompute"),
+        pytest.param({"tp": 2, "recompute": "full"}, id="tp2 recompute", marks=SLOW),
         pytest.param({"family": "gpt2", "model": {"n_inner": 32}}, id="tied weights"),
     ],
 )
@@ -296,8 +297,8 @@ def test_weights_that_lie_elsewhere_are_captured_anew() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"family": "gpt2", "model": {"n_inner": 32, "resid_pdrop": 0.1}}, id="dropout"),
-        pytest.param({"model": {"attention_dropout": 0.1}}, id="in attention"),
+        pytest.param({"family": "gpt2", "model": {"n_inner": 32, "resid_pdrop": 0.1}}, id="dropout", marks=SLOW),
+        pytest.param({"model": {"attention_dropout": 0.1}}, id="in attention", marks=SLOW),
         pytest.param({"model": {"attention_dropout": 0.1}, "recompute": "full"}, id="drawn again in backward"),
         pytest.param({"family": "phimoe", "expert_capacity_factor": 4.0}, id="a router's noise"),
     ],
@@ -347,7 +348,7 @@ def test_evaluation_replays_too() -> None:
     assert [graph.replays for graph in recorder.graphs] == [11, 5, 4]  # a third shape waits for a third time
 
 
-@pytest.mark.parametrize("failing", [1, 2])
+@pytest.mark.parametrize("failing", [pytest.param(1, marks=SLOW), 2])
 def test_a_capture_that_fails_is_said_and_the_run_goes_on(failing: int, capsys: Any) -> None:
     recorder = FakeRecorder(fails=(failing,))
     replayed(recorder, ((12, 8), (8, 12)) * 3, option="auto")
@@ -415,7 +416,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[SLOW] * (n != "dualpipe_v, tp")) for n in PIPELINES])
 def test_pipelines_are_captured_without_a_question_of_the_host(name: str, monkeypatch: Any) -> None:
     options = {"pp_size": 2, "model": {"num_hidden_layers": 4}, **PIPELINES[name]}
     cuda = FakeCuda(prompt=True)  # a question would be answered, and is an error in a capture
@@ -431,11 +432,16 @@ def test_pipelines_are_captured_without_a_question_of_the_host(name: str, monkey
     steps_alike(**options)
 
 
-def test_weights_that_are_gathered_for_each_layer_are_those_that_were_stepped(monkeypatch: Any) -> None:
+PRECISIONS = [pytest.param(None, marks=SLOW), torch.bfloat16]
+
+
+@pytest.mark.parametrize("autocast_dtype", PRECISIONS)
+def test_weights_that_are_gathered_for_each_layer_are_those_that_were_stepped(
+    autocast_dtype: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(ProcessGroupTransport, "reduce_scatter", keep_own_part)
     monkeypatch.setattr(ProcessGroupTransport, "all_gather", repeat_own_part)
-    for autocast_dtype in (None, torch.bfloat16):
-        steps_alike(dp=2, shard_parameters=True, autocast_dtype=autocast_dtype, recompute="full")
+    steps_alike(dp=2, shard_parameters=True, autocast_dtype=autocast_dtype, recompute="full")
 
 
 def test_hooks_run_in_every_window(capsys: Any) -> None:
@@ -551,7 +557,7 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(monkeypatch: Any) -> N
     assert calls == ["before", ("_cuda_endAllocateToPool", 0, (0, 1)), ("_cuda_releasePool", 0, (0, 1))]
 
 
-@pytest.mark.parametrize("fastest", ["sequential", "greedy"])
+@pytest.mark.parametrize("fastest", ["sequential", pytest.param("greedy", marks=SLOW)])
 def test_plans_are_chosen_by_their_replays(fastest: str, monkeypatch: Any) -> None:
     """Whatever they take operator by operator; the graphs of the run are gone before, and nothing is left behind."""
     recorder = FakeRecorder()
@@ -616,7 +622,7 @@ def steps_alike(**options: Any) -> None:
     assert all(torch.equal(mine, wanted) for wanted, mine in zip(*result, strict=True))
 
 
-@pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("autocast_dtype", PRECISIONS)
 def test_weights_that_are_gathered_once_are_those_that_were_stepped(autocast_dtype: Any, monkeypatch: Any) -> None:
     """A replay casts what was stepped since."""
     monkeypatch.setattr(ProcessGroupTransport, "reduce_scatter", keep_own_part)

@@ -132,7 +132,20 @@ def check(case: Case, prompt: bool = False) -> None:
     assert not cuda.asynchronous  # they would run on a stream of torch's own, which keeps memory alive by itself
 
 
-@pytest.mark.parametrize("name", QUICK)
+FAST = (
+    "tp in tiles",
+    "tp cp dhelix, recomputed",
+    "sharded parameters of experts in bf16",
+    "states on the host in bf16, spread",
+    "streamed weights in bf16, spread, recomputed",
+    "inputs of layers on the host, in a pipeline",
+    "ep with a capacity",
+    "dualpipe_v",
+)
+"""The fold is below."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in QUICK])
 def test_everything_is_in_order(name: str) -> None:
     check(QUICK[name])
 
@@ -277,7 +290,10 @@ WAITS: dict[str, tuple[Case, dict[str, int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", WAITS)
+FEW_WAITS = ("recomputed", "a pipeline", "a capacity", "dropless experts, recomputed")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FEW_WAITS)) for n in WAITS])
 def test_how_often_the_host_waits_in_a_window(name: str) -> None:
     """Never in a dense model; once in a layer of dropless experts, which allocate by how many tokens go where."""
     case, expected = WAITS[name]

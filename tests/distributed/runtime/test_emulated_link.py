@@ -70,7 +70,7 @@ CASE: dict[str, Any] = {
 
 def on_an_even_link(folder: str) -> dict[str, Any]:
     """Train on an even link, compare plans; what was measured, and everything that was said."""
-    helix = {"tp_size": 2, "plan": "search", "link": "even", "cache": False}
+    helix = {"tp_size": 2, "plan": "greedy", "link": "even", "cache": False}
     trainer = make_trainer(folder, helix, **CASE)
     said = io.StringIO()
     with hasty(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
@@ -85,7 +85,7 @@ def on_an_even_link(folder: str) -> dict[str, Any]:
         "said": said.getvalue(),
         "table": format_comparison(compared),
         "speeds": speeds,
-        "scorecard": format_scorecard(compared.overlaps["search"], "search"),
+        "scorecard": format_scorecard(compared.overlaps["greedy"], "greedy"),
         "card": card.read_text() if trainer.is_world_process_zero() else "",
         "about": dict(compared.profile.about),
         "steps": {rule: overlap.step for rule, overlap in compared.overlaps.items()},
@@ -134,7 +134,7 @@ def test_an_even_link_is_found_agreed_and_said(even: Any):
     assert "without the emulated link, measured: sequential" in first["table"]
     assert "emulated link" in first["speeds"].splitlines()[1]
     assert first["speeds"].count("measured") == 2  # the heading, and the row
-    assert set(first["bare"]) == set(first["steps"]) == {"sequential", "search"}
+    assert set(first["bare"]) == set(first["steps"]) == {"sequential", "greedy"}
 
 
 def test_losses_are_those_without_the_link(even: Any, cluster_of: Any, tmp_path: Path):

@@ -17,6 +17,7 @@ from hf_helix.runtime.gradients.reduce import FlatParameterGradients
 from hf_helix.runtime.streams import CpuStreams, CudaStreams
 
 SHARDED: dict[str, Any] = {"shard_parameters": True}
+PLANS = [pytest.param("sequential", marks=pytest.mark.slow), "greedy"]
 
 
 def most_full(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
@@ -44,7 +45,7 @@ def most_full(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("is_limited", [True, False])
+@pytest.mark.parametrize("is_limited", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_few_full_gradients_are_alive(is_limited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one micro-batch; without the limit, streams of a GPU hold all of them until the end of the window."""
     monkeypatch.setattr(CudaStreams, "holds_memory", is_limited)
@@ -54,7 +55,7 @@ def test_few_full_gradients_are_alive(is_limited: bool, monkeypatch: pytest.Monk
     assert (found["most"] <= (MAX_COPIES + 1) * found["largest"] < found["all"] / 4) is is_limited
 
 
-@pytest.mark.parametrize("plan", ["sequential", "greedy"])
+@pytest.mark.parametrize("plan", PLANS)
 def test_few_full_gradients_are_alive_in_a_window_of_several(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every micro-batch is reduced; counted in the memory of the tensors themselves."""
     found, cuda = most_full(monkeypatch), FakeCuda()
@@ -64,7 +65,7 @@ def test_few_full_gradients_are_alive_in_a_window_of_several(plan: str, monkeypa
     assert found["most"] <= (MAX_COPIES + 2) * found["largest"] < found["all"] / 16
 
 
-@pytest.mark.parametrize("plan", ["sequential", "greedy"])
+@pytest.mark.parametrize("plan", PLANS)
 def test_gradients_of_parameters_go_as_well(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every reduction, few layers have gradients; with reductions once in a window, all have."""
     most = {}

@@ -27,6 +27,7 @@ WAYS = (None, 0, 2, LAYERS + 2)
 """Units that hold weight gradients back: none with the last backward ordered like all others, none, some, all."""
 
 LAYOUTS: dict[str, dict[str, Any]] = {"dp2": {}, "cp2": {"cp_size": 2}}
+NAMES = ["dp2", pytest.param("cp2", marks=pytest.mark.slow)]
 
 # What the ranks run
 
@@ -132,7 +133,7 @@ def results_of(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any
     return functools.cache(lambda layout: cluster_of(2).run(held_back, folder=folder, helix=LAYOUTS[layout]))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", NAMES)
 def test_held_back_weight_gradients_change_no_bit(layout: str, results_of: Any) -> None:
     """Against sums that are issued behind everything; and both ranks have the same."""
     ranks = results_of(layout)
@@ -141,7 +142,7 @@ def test_held_back_weight_gradients_change_no_bit(layout: str, results_of: Any) 
             assert_same_bits(rank["gradients"][held], ranks[0]["expected"], held)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", NAMES)
 def test_sums_begin_before_the_last_backward_ends(layout: str, results_of: Any) -> None:
     """In the recorded order, and by the recorded start."""
     for rank in results_of(layout):
@@ -154,7 +155,7 @@ def test_sums_begin_before_the_last_backward_ends(layout: str, results_of: Any) 
             assert rank["behind"][held][0] > 10
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", NAMES)
 def test_held_back_weight_gradients_run_behind_the_embedding(layout: str, results_of: Any) -> None:
     """Those of the units that hold them back, and of no others."""
     last = f"B{MICROBATCHES - 1}."
@@ -172,7 +173,7 @@ def weights_behind_the_embedding(ran: Sequence[str], last: str) -> set[str]:
     return {".".join(label.split(".")[1:3]) if ".layers." in label else label.split(".")[1] for label in late}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", NAMES)
 def test_what_is_frozen_after_the_layout_was_made_is_summed_at_the_end(
     layout: str, cluster_of: Any, tmp_path: Path
 ) -> None:

@@ -1,5 +1,6 @@
 """What ran, counted: slots, bubbles and live activations of real windows, against the paper's formulas."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,16 +29,27 @@ def traced(
     return result
 
 
+RULES = {"folded_1f1b": ("sequential", "round_robin", "greedy"), "dualpipe_v": ("sequential", "greedy")}
+COUNTS = {2: (1, 2, 3, 7), 4: (1, 3, 4, 5, 12)}
+"""Of micro-batches, by the ranks of a pipeline."""
+
+
 @pytest.fixture(scope="module")
 def ran(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What every rank of a pipeline of so many computes in a window."""
+    """What every rank of a pipeline of so many computes in a window; a schedule's windows are run together."""
     folder = str(tmp_path_factory.mktemp("counters"))
 
-    def of(size: int, rule: str, schedule: str, count: int) -> list[list[Step]]:
+    @functools.cache
+    def windows(size: int, schedule: str) -> dict[tuple[str, str, int], list[list[Step]]]:
         stages = size if schedule == "1f1b" else 2 * size
         helix = {"pp_size": size, "schedule": schedule, "layers_per_stage": [LAYERS] * stages}
-        job = {"helix": helix, "model": {"num_hidden_layers": stages * LAYERS}, "cases": [(rule, schedule, count)]}
-        return [result[0] for result in cluster_of(size).run(traced, folder=folder, **job)]
+        cases = [(rule, schedule, count) for rule in RULES.get(schedule, ("sequential",)) for count in COUNTS[size]]
+        job = {"helix": helix, "model": {"num_hidden_layers": stages * LAYERS}, "cases": cases}
+        ranks = cluster_of(size).run(traced, folder=folder, **job)
+        return {case: [rank[place] for rank in ranks] for place, case in enumerate(cases)}
+
+    def of(size: int, rule: str, schedule: str, count: int) -> list[list[Step]]:
+        return windows(size, schedule)[rule, schedule, count]
 
     return of
 
@@ -100,12 +112,11 @@ def _kept_by(step: Step) -> tuple[int, str, str]:
     return microbatch, unit, operator if part == "F" else operator.removesuffix(".I").removesuffix(".W")
 
 
-def sizes(quick: tuple[int, ...], slow: tuple[int, ...]) -> list[Any]:
-    """Pipelines of two ranks and, in slow runs, of four, with counts of micro-batches."""
-    return [*((2, count) for count in quick), *(pytest.param(4, count, marks=pytest.mark.slow) for count in slow)]
+SIZES = [pytest.param(size, count, marks=[pytest.mark.slow] * (size > 2)) for size in COUNTS for count in COUNTS[size]]
+"""Pipelines of two ranks and, in slow runs, of four, with counts of micro-batches."""
 
 
-@pytest.mark.parametrize(("size", "count"), sizes((1, 2, 3, 7), (1, 3, 4, 5, 12)))
+@pytest.mark.parametrize(("size", "count"), SIZES)
 @pytest.mark.parametrize("rule", ["sequential", "round_robin"])
 def test_slots_of_w(rule: str, size: int, count: int, ran: Any) -> None:
     ranks = ran(size, rule, "folded_1f1b", count)
@@ -124,7 +135,7 @@ def test_slots_of_w(rule: str, size: int, count: int, ran: Any) -> None:
         assert {length - len(slots) for slots in observed} == {2 * (size - 1)}
 
 
-@pytest.mark.parametrize(("size", "count"), sizes((1, 4, 6), (3, 8, 12)))
+@pytest.mark.parametrize(("size", "count"), SIZES)
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipe_v"])
 def test_slots_of_the_other_schedules(schedule: str, size: int, count: int, ran: Any) -> None:
     ranks, wanted = ran(size, "sequential", schedule, count), build_schedule(schedule, size, count)
@@ -134,7 +145,7 @@ def test_slots_of_the_other_schedules(schedule: str, size: int, count: int, ran:
         assert [live_chunks(steps) for steps in ranks] == [min(count, size - rank) for rank in range(size)]
 
 
-@pytest.mark.parametrize(("size", "count"), sizes((1, 2, 3, 7), (1, 3, 5, 12)))
+@pytest.mark.parametrize(("size", "count"), SIZES)
 @pytest.mark.parametrize("schedule", ["folded_1f1b", "dualpipe_v"])
 def test_a_flow_keeps_at_most_one_layer_more_than_its_schedule(schedule: str, size: int, count: int, ran: Any) -> None:
     """A flow has no slots, but the schedule's memory: with turns by layer at most one more, and one for the flow."""

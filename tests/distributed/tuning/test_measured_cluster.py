@@ -26,8 +26,10 @@ LEAST = {
     (device, "SIDES"): (32, 64),
     (device, "KEYS"): (128,),
     (device, "ELEMENTS"): (4096, 65536),
+    (device, "OPERANDS"): {"cpu": 1 << 20},
     (links, "SIZES"): (256, 65536, 262144),
     (links, "SECONDS"): {"cpu": 0.01},
+    (links, "SKEW_ROUNDS"): 3,
     (links, "BYTES"): {"cpu": (2048, 65536)},
     (cluster_file, "BUDGET"): {"cpu": 0.001},
 }

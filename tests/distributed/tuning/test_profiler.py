@@ -128,15 +128,14 @@ def test_the_file_comes_back_the_same(per_rank: Any, file: Path) -> None:
         assert loaded.times[name] == pytest.approx(seconds, rel=1e-5)
 
 
-def test_pairs_may_be_left_out(cluster_of: Any, tmp_path: Path) -> None:
-    for rank in cluster_of(2).run(JOB, folder=str(tmp_path), pairs=False, **CASE):
-        assert rank["pairs"] == {}
-        assert rank["times"].keys() == rank["kinds"].keys()
-
-
-def test_another_model_is_another_case(cluster_of: Any, per_rank: Any, tmp_path: Path) -> None:
+def test_another_model_is_another_case_and_pairs_may_be_left_out(
+    cluster_of: Any, per_rank: Any, tmp_path: Path
+) -> None:
     case = {**CASE, "model": {"num_hidden_layers": 2, "intermediate_size": 58}}
     other = cluster_of(2).run(JOB, folder=str(tmp_path), pairs=False, **case)
+    for rank in other:
+        assert rank["pairs"] == {}
+        assert rank["times"].keys() == rank["kinds"].keys()
     assert other[0]["about"]["model"] != per_rank[0]["about"]["model"]
     assert other[0]["about"]["model"].split()[0] == "LlamaForCausalLM"
 

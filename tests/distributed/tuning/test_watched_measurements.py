@@ -19,10 +19,10 @@ CASES: dict[str, dict[str, Any]] = {
     "tp cp": {"tp_size": 2, "cp_size": 2, "inter_node_axes": ("cp",)},
     "experts": {"family": "mixtral", "dp": 2, "ep_size": 2},
     "a pipeline": {"pp_size": 2, "model": {"num_hidden_layers": 4}},
+    "sums": {"dp": 2, "model": {"num_hidden_layers": 1}},
 }
 QUICK: dict[str, dict[str, Any]] = {
     "tp": TP,
-    "sums": {"dp": 2, "model": {"num_hidden_layers": 1}},
     "gathers": {"dp": 2, "shard_optimizer": True, "model": {"num_hidden_layers": 1}},
 }
 NAMES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES)]
