@@ -188,13 +188,12 @@ def test_another_row_than_the_best_is_shown_and_written(one_process: None, capsy
     assert "--layout 'tp 3': there is no such layout of these devices; use one of 'dp 2', " in said
 
 
-@pytest.mark.slow
 def test_a_capacity_of_experts_is_in_the_file(
     small: Path, one_process: None, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("HELIX_CACHE", str(tmp_path / "cache"))
-    model, file = ROOT / "recipes" / "models" / "tiny-mixtral", tmp_path / "helix.yaml"
-    options = ["--model", model, "--batch_tokens", "2k", "--expert_capacity_factor", 1.5, "--write", file]
+    model, file = ROOT / "recipes" / "models" / "tiny-phimoe", tmp_path / "helix.yaml"
+    options = ["--model", model, "--batch_tokens", 512, "--expert_capacity_factor", 1.5, "--write", file]
     main(words_of("doctor", small, *options))
     said = capsys.readouterr().out
     assert "expert_capacity_factor 1.5" in said
