@@ -157,6 +157,7 @@ def test_what_is_generated_is_up_to_date() -> None:
         assert made.filled(page) == (ROOT / "docs" / page).read_text(), f"run `python docs/generate.py`: docs/{page}"
 
 
+@pytest.mark.slow
 def test_the_site_has_every_page_and_every_public_name(tmp_path: Path) -> None:
     """Broken links, names without a docstring's parameters and pages outside of the navigation are errors of mkdocs."""
     run = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]

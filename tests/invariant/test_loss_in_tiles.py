@@ -20,10 +20,10 @@ GEMMA = {"family": f"{HOME}gemma2"}  # has a softcap
 CASES: list[Any] = [
     ("llama", {}, "", {}),
     ("llama", TIED, "tp2", {}),
-    ("llama", {}, "tp2", {}),
+    pytest.param("llama", {}, "tp2", {}, marks=SLOW),
     ("llama", {}, "pp2", {}),
     ("llama", {}, "cp2", {}),
-    ("gpt2", {"family": "gpt2"}, "tp2", {}),
+    pytest.param("gpt2", {"family": "gpt2"}, "tp2", {}, marks=SLOW),
     ("gemma2", GEMMA, "tp2", {}),
     pytest.param("gemma2", GEMMA, "", {}, marks=SLOW),
     pytest.param("gemma2", GEMMA, "pp2", {}, marks=SLOW),

@@ -20,8 +20,8 @@ ODD = (17, 9, 13)
     parameters(
         "llama six layers-tp2-left",  # blocks of two layers follow each other, and operators run a block late
         "llama pipeline-pp2-dense-M3",
-        "phimoe balanced-dp2+ep2-left",
         slow=(
+            "phimoe balanced-dp2+ep2-left",
             "llama-cp2-packed",
             "gpt2-tp2-left",
             "neox in turn-tp2-left",

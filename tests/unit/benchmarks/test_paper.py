@@ -34,7 +34,11 @@ def runs() -> Runs:
     return Runs()
 
 
-@pytest.mark.parametrize("row", [FIGURE_11[1], FIGURE_11[4], FIGURE_12[2]], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row",
+    [FIGURE_12[2], *(pytest.param(r, marks=pytest.mark.slow) for r in FIGURE_11[1:5:3])],
+    ids=lambda row: row.name,
+)
 def test_megatrons_speed_is_near_the_papers(runs: Runs, row):
     assert runs.run(row, MEGATRON).speed == pytest.approx(row.printed[MEGATRON], rel=0.1)
 
@@ -51,7 +55,9 @@ def test_tiles_gain_as_in_the_paper(runs: Runs, row):
     assert runs.gain(row, INTRA_BATCH) > 1.0
 
 
-@pytest.mark.parametrize("row", [FIGURE_11[0], FIGURE_12[3]], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", [pytest.param(FIGURE_11[0], marks=pytest.mark.slow), FIGURE_12[3]], ids=lambda row: row.name
+)
 def test_methods_are_ordered_as_in_the_paper(runs: Runs, row):
     assert 1.0 < runs.gain(row, WAVELET) < row.printed["DHelix"] / row.printed[MEGATRON]
 
@@ -69,7 +75,6 @@ def test_what_one_strand_hides_is_left_out_of_the_first_step_of_figure_15(runs: 
     profile = runs.profile(FIGURE_12[2], MEGATRON)
     moved = exposed_only(profile, Kind.INTER_NODE)
 
-    assert Kind.INTER_NODE in {moved.kind(name) for name in profile.times} | {Kind.INTER_NODE}
     assert not [name for name in profile.times if name[0] == "layer" and moved.kind(name) is Kind.INTER_NODE]
     assert layer_seconds(moved, "layer") == pytest.approx(layer_seconds(profile, "layer"), rel=0.01)
 
@@ -94,6 +99,7 @@ def test_the_ring_of_the_papers_methods_turns_beside_attention(runs: Runs):
         assert not {*after[fetch].writes} & {*after[beside].depends_on, *after[behind].reads}
 
 
+@pytest.mark.slow
 def test_experts_stay_in_a_node_and_their_capacity_is_computed(runs: Runs):
     row = TABLE_6[0]
     run, balanced = runs.run(row, MEGATRON), runs.run(replace(row, capacity=0), MEGATRON)
@@ -101,6 +107,7 @@ def test_experts_stay_in_a_node_and_their_capacity_is_computed(runs: Runs):
     assert run.step.loads[Kind.INTRA_NODE] > 2.9 * balanced.step.loads[Kind.INTRA_NODE]
 
 
+@pytest.mark.slow
 def test_more_cp_needs_more_communication_between_nodes(runs: Runs):
     shorter, longer = (runs.run(row, MEGATRON).step for row in FIGURE_13A)
     assert longer.loads[Kind.INTER_NODE] > 2 * shorter.loads[Kind.INTER_NODE] > 0

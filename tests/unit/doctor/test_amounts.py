@@ -200,7 +200,7 @@ def test_frozen_experts_are_spread_over_those_that_have_copies():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=8, target_modules=["q_proj"], task_type="CAUSAL_LM")
     with torch.device("meta"):
-        model = peft.get_peft_model(on_meta("mixtral", **EXPERTS), config)
+        model = peft.get_peft_model(on_meta("phimoe", **EXPERTS), config)
     held = counted(model, ep_size=2).weights["layer"]
     assert (held.frozen_experts, held.experts) == (2 * 3 * HIDDEN * MLP, 0)
     whole, spread = case_of(dp=4, ep=2), case_of(dp=4, ep=2, shard_parameters=True)
@@ -209,7 +209,7 @@ def test_frozen_experts_are_spread_over_those_that_have_copies():
 
 
 def test_rows_of_experts_are_even():
-    model = on_meta("mixtral", **EXPERTS)
+    model = on_meta("phimoe", **EXPERTS)
     alone, shared = counted(model), counted(model, ep_size=2)
     layer = 3 * HIDDEN * MLP
     assert alone.weights["layer"].experts == 4 * layer
@@ -229,7 +229,7 @@ def test_rows_of_experts_are_even():
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_experts_with_a_capacity_compute_as_many_rows_as_that(bf16: bool):
-    model = on_meta("mixtral", **EXPERTS)
+    model = on_meta("phimoe", **EXPERTS)
     amounts = counted(model, BATCH, LENGTH, bf16, ep_size=2, dp_size=2, expert_capacity_factor=1.25)
     rows = 1.25 * EXPERTS["num_experts_per_tok"] * TOKENS
     for way, times in (("F.", 1), ("B.", 2)):  # an input gradient, and a weight gradient

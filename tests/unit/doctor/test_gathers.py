@@ -34,7 +34,7 @@ CLUSTER = cluster_with(
 )
 SIZES = Sizes(dp=2)
 SHARDED = case_of(dp=2, shard_optimizer=True)
-MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+PHIMOE = {"model_type": "phimoe", "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def of_llama(bf16: bool = False, **options: Any) -> Amounts:
 
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize(
-    ("options", "tp"), [({}, 1), ({}, 2), ({"tie_word_embeddings": True}, 1), (MIXTRAL, 1)], ids=str
+    ("options", "tp"), [({}, 1), ({}, 2), ({"tie_word_embeddings": True}, 1), (PHIMOE, 1)], ids=str
 )
 def test_gathers_and_sums_are_those_of_training(options: dict[str, Any], tp: int, bf16: bool) -> None:
     """The same weights in the same pieces, in the same order; of experts and of what stays in fp32 others."""

@@ -220,6 +220,7 @@ def test_one_strand_is_tried_where_two_need_recomputation():
         assert (step.case.plan, step.case.recompute) == (plan, "none")
 
 
+@pytest.mark.slow
 def test_steps_have_about_the_tokens_that_are_asked_for():
     """Three sequences for each of four ranks: one at a time, not two or four."""
     result = search(paper_of(num_hidden_layers=4), sequences=12)
@@ -261,6 +262,7 @@ def test_a_schedule_that_holds_less_is_named_where_auto_does_not_fit():
     assert "with all that saves memory" in reasons(ranking)[sizes]
 
 
+@pytest.mark.slow
 def test_weights_are_spread_where_nothing_else_makes_room():
     paper, sizes = paper_of(num_hidden_layers=24), Sizes(dp=2)
 

@@ -116,7 +116,10 @@ def test_products_of_recurrent_mixers_are_about_those_of_transformers(call: Mixe
     assert mixer_kernel(call, tensors, False).flops == pytest.approx(counter.get_total_flops(), rel=0.04)
 
 
-@pytest.mark.parametrize("name", ["MambaForCausalLM", "Mamba2ForCausalLM", "Qwen3NextForCausalLM", "Lfm2ForCausalLM"])
+SLOW = [pytest.param(f"{name}ForCausalLM", marks=pytest.mark.slow) for name in ("Mamba2", "Qwen3Next", "Lfm2")]
+
+
+@pytest.mark.parametrize("name", ["MambaForCausalLM", *SLOW])
 def test_recurrent_mixers_are_one_kernel_at_any_length(name: str) -> None:
     """The code of Transformers loops over tokens or chunks, which once took minutes to count."""
     model = model_on_meta(default_config(name))

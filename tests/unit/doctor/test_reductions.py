@@ -85,7 +85,7 @@ def test_a_profile_has_sums_only_where_other_ranks_see_other_tokens() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"tie_word_embeddings": True}, {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}],
+    [{}, {"tie_word_embeddings": True}, {"model_type": "phimoe", "num_local_experts": 4, "num_experts_per_tok": 2}],
     ids=str,
 )
 @pytest.mark.parametrize("when", ["window", "microbatch"])

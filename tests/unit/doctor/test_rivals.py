@@ -156,7 +156,8 @@ PUBLISHED = {
 prediction is off: too fast, since rivals are given the fused kernels of norms of queries and keys, too."""
 
 
-@pytest.mark.parametrize("size", ["1.7B", pytest.param("32B", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", PUBLISHED)
 def test_the_offload_pipeline_is_near_its_published_figures(size: str):
     """With fp16 sums an RTX 4090 has twice its peak."""
     cluster = load_cluster("rtx4090x8")

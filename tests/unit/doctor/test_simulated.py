@@ -53,7 +53,7 @@ KINDS: list[tuple[Callable[[], Any], list[int]]] = [
         pytest.param(
             *kind,
             mode,
-            marks=[pytest.mark.slow] * (kind[0] is with_windows or (kind[0], mode) == (with_dense_layers, "none")),
+            marks=[pytest.mark.slow] * (kind[0] in (with_windows, with_dense_layers)),
         )
         for kind in KINDS
         for mode in ("none", "full")

@@ -62,6 +62,10 @@ QUICK = ("tp2 dp2", "pp4", "tp2 dp2 sharded")
 """The layouts that are quick cases with one strand; with two, also those that have a pipeline and more."""
 
 
+FASTER = (("pp4", "sequential"), ("tp2 dp2 sharded", "greedy"))
+"""The quick cases over faster links."""
+
+
 def is_slow(name: str, plan: str) -> bool:
     return plan == "dhelix" or not (name in QUICK or (plan == "greedy" and name in ("tp2 pp2", "pp2 dp2 sharded")))
 
@@ -111,7 +115,7 @@ def test_tiles_are_slowed_down_where_gradients_are_summed_too(paper: SimulatedMo
     assert seconds(2) > seconds(1)
 
 
-@pytest.mark.parametrize("plan", ["sequential", "greedy"])
+@pytest.mark.parametrize("plan", [pytest.param("sequential", marks=pytest.mark.slow), "greedy"])
 @pytest.mark.parametrize("name", [pytest.param("tp2 pp2", marks=pytest.mark.slow), "pp4"])
 def test_a_schedule_that_is_searched_takes_and_keeps_about_what_usual_ones_do(
     name: str, plan: str, paper: SimulatedModel
@@ -132,7 +136,14 @@ def test_a_long_window_is_a_short_one_with_more_of_the_same(name: str, count: in
     assert long.window == pytest.approx(whole.window, rel=0.05)
 
 
-@pytest.mark.parametrize(("name", "plan"), cases("sequential", "greedy"))
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        pytest.param(name, plan, marks=[pytest.mark.slow] * ((name, plan) not in FASTER))
+        for plan in ("sequential", "greedy")
+        for name in SIZES
+    ],
+)
 def test_more_bandwidth_is_never_slower(name: str, plan: str, paper: SimulatedModel):
     faster = replace(CLUSTER, network=replace(CLUSTER.network, bandwidth=4 * CLUSTER.network.bandwidth))
     faster = replace(faster, node=replace(faster.node, bandwidth=4 * faster.node.bandwidth))
@@ -207,12 +218,12 @@ def test_a_host_issues_a_replay_of_a_cuda_graph_at_once(paper: SimulatedModel):
     assert not step_of(paper, cluster=replace(slow, backend="gloo"), tp=2).replayed
 
 
-@pytest.mark.parametrize(("capacity", "replayed"), [(None, False), (1.25, True)])
-def test_experts_without_a_capacity_run_without_graphs(capacity: float | None, replayed: bool):
+def test_experts_without_a_capacity_run_without_graphs():
     """The host reads how many rows each gets."""
-    model = SimulatedModel(on_meta("mixtral", num_local_experts=4), CLUSTER)
-    case = case_of(dp=2, ep=2, expert_capacity_factor=capacity)
-    assert is_replayed(case, layout_of(model.amounts(case), case), CLUSTER) is replayed
+    model = SimulatedModel(on_meta("phimoe", num_local_experts=4), CLUSTER)
+    for capacity, replayed in ((None, False), (1.25, True)):
+        case = case_of(dp=2, ep=2, expert_capacity_factor=capacity)
+        assert is_replayed(case, layout_of(model.amounts(case), case), CLUSTER) is replayed
 
 
 def test_what_a_pipeline_cannot_hold_is_refused(paper: SimulatedModel):
@@ -258,7 +269,7 @@ def test_a_sharded_optimizer_steps_parts_and_gathers_weights_once(paper: Simulat
     assert shared.window - shared.casts == pytest.approx(whole.window - whole.casts + shared.waits)
 
 
-@pytest.mark.parametrize("name", ["dp4", "tp2 dp2", "pp2 dp2"])
+@pytest.mark.parametrize("name", ["dp4", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tp2 dp2", "pp2 dp2"))])
 def test_gathers_of_the_quick_window_are_near_those_of_the_whole_one(name: str, paper: SimulatedModel):
     """They wait for the same, which here is much: the link is slow."""
     case = {**{"dp4": {"dp": 4}, **SIZES}[name], "microbatches": 4, "schedule": "folded_1f1b"}
@@ -278,7 +289,7 @@ def test_the_wait_for_a_slow_network_is_exposed_and_no_bubble(paper: SimulatedMo
     assert waits[0] > 1.5 * waits[1]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "folded_1f1b"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("folded_1f1b", marks=pytest.mark.slow)])
 def test_a_search_predicts_a_pipeline_over_slow_links_as_a_whole_window(schedule: str, paper: SimulatedModel):
     case = {"pp": 4, "schedule": schedule, "microbatches": 32}
     quick, whole = step_of(paper, quick=True, **case), step_of(paper, whole=True, **case)

@@ -20,7 +20,11 @@ from hf_helix.planning.timing.sizes import Sizes
 
 CLUSTER = load_cluster("h100x8")
 LENGTH = 512
-COUNTED = [kind for kind in KINDS if kind != "SmolVLM"]
+COUNTED = [
+    pytest.param(kind, marks=[pytest.mark.slow] * (kind not in ("Llava", "Qwen2VL")))  # pixels, and patches in a row
+    for kind in KINDS
+    if kind != "SmolVLM"
+]
 
 
 class Saved:
@@ -45,7 +49,7 @@ def products(counter: FlopCounterMode) -> int:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("kind", ["Llava", "Qwen2_5_VL"])
+@pytest.mark.parametrize("kind", ["Llava", pytest.param("Qwen2_5_VL", marks=pytest.mark.slow)])
 def test_the_work_of_the_stock_tower(kind: str, frozen: bool) -> None:
     """Two images a row: the products of the stock model's `get_image_features`, and of its backward if trained."""
     simulated = SimulatedModel(on_meta(kind, frozen), CLUSTER, images_per_row=2)
@@ -148,7 +152,7 @@ def test_layers_leave_the_rank_of_the_tower() -> None:
 
 
 def test_a_step_with_images_takes_longer() -> None:
-    model = on_meta("Qwen2_5_VL")
+    model = on_meta("Llava")
     steps, flops = [], []
     for images in (0, 1):
         simulated = SimulatedModel(model, CLUSTER, images)

@@ -45,6 +45,7 @@ def test_experts_and_adapters_stay() -> None:
         described(lora={}, **WIDE)
 
 
+@pytest.mark.slow
 def test_routers_stay() -> None:
     """Those of AFMoE are linears."""
     config = default_config("AfmoeForCausalLM", 2)

@@ -162,7 +162,11 @@ def test_documents_of_a_cut_sequence_do_not_wait_either() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("GPTJForCausalLM", "token_type_ids"), ("BartForCausalLM", "encoder_hidden_states")]
+    ("kind", "name"),
+    [
+        pytest.param("GPTJForCausalLM", "token_type_ids", marks=pytest.mark.slow),
+        ("BartForCausalLM", "encoder_hidden_states"),
+    ],
 )
 def test_inputs_that_the_cut_model_would_not_read_are_refused_by_name(kind: str, name: str) -> None:
     """Transformers adds embeddings of token types, and attends to an encoder."""

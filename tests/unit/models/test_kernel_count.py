@@ -19,7 +19,10 @@ MOST = {
 }
 
 
-@pytest.mark.parametrize("family", MOST)
+QUICK = ("gpt2", "llama", "phimoe", "mistral", "mixtral")  # the declared families, and two derived ones
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f not in QUICK)) for f in MOST])
 def test_of_a_layer(family: str) -> None:
     changes = {"mlp_only_layers": []} if family == "qwen3_moe" else {}
     counts = count_layer(tiny(family, **changes).config)

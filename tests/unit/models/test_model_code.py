@@ -30,7 +30,7 @@ def small(**changes: Any) -> Any:
     return llama(**{"num_hidden_layers": 1, **changes})
 
 
-QUICK = ("gpt2", "llama", "phimoe", "gpt_neox")  # the declared families and a derived one
+QUICK = ("gpt2", "llama", "phimoe")  # the declared families
 
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f not in QUICK)) for f in DECLARED])
@@ -283,9 +283,12 @@ def change_mlp(layer: Any, _: pytest.MonkeyPatch) -> None:
 
 
 CHANGES = (change_instance, change_under_its_name, change_class, change_attention, change_mlp)
+QUICK_CHANGES = (change_class, change_mlp)
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change", [pytest.param(each, marks=[pytest.mark.slow] * (each not in QUICK_CHANGES)) for each in CHANGES]
+)
 def test_other_code_inside_a_declared_class_is_honoured(
     change: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

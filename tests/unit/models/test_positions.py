@@ -47,7 +47,13 @@ def test_positions_that_count_everything(name: str) -> None:
     assert family.count_positions(IDS, MASK).equal(torch.arange(5).unsqueeze(0))
 
 
-@pytest.mark.parametrize("name", ["Qwen2_5OmniThinkerForConditionalGeneration", "Qwen2VLForConditionalGeneration"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen2_5OmniThinkerForConditionalGeneration",
+        pytest.param("Qwen2VLForConditionalGeneration", marks=pytest.mark.slow),
+    ],
+)
 def test_positions_that_the_code_around_a_decoder_counts(name: str) -> None:
     """Of text alone, too: layers get the ropes of the model's own forward, at hidden tokens as well."""
     model = Subject.of(name).build()

@@ -147,9 +147,8 @@ def test_what_is_cast_to_the_type_of_the_trace_gets_that_of_the_values() -> None
     check_on_two_ranks(Cast())
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("DeepseekV32ForCausalLM", marks=pytest.mark.slow), "GlmMoeDsaForCausalLM"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
 def test_weights_that_only_indices_depend_on_get_no_gradient(name: str) -> None:
     """As in Transformers, so that weight decay leaves them alone; GLM-5 hands indices from layer to layer."""
     kind = getattr(transformers, name)

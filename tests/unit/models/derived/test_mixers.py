@@ -45,13 +45,18 @@ def cuts(name: str) -> dict[str, Placement]:
     ("name", "expected"),
     [
         ("qwen3_5", {"conv1d.weight": (0, (32, 32, 64)), "dt_bias": (0, ()), "A_log": (0, ())}),
-        ("kimi_linear", {"conv1d.weight": (0, (64, 64, 64)), "dt_bias": (0, ()), "A_log": (2, ())}),
-        (
+        pytest.param(
+            "kimi_linear",
+            {"conv1d.weight": (0, (64, 64, 64)), "dt_bias": (0, ()), "A_log": (2, ())},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "bamba",
             {
                 **{f"conv1d.{each}": (0, (128, 16, 16)) for each in ("weight", "bias")},
                 **dict.fromkeys(("A_log", "D", "dt_bias", "norm.weight"), (0, ())),
             },
+            marks=pytest.mark.slow,
         ),
         ("lfm2", {"conv.weight": (0, ())}),
     ],
@@ -183,7 +188,7 @@ def test_convolutions_over_a_shared_sequence_take_the_tokens_before_each_part(cp
     ("model", "name", "sizes"),
     [
         ("qwen3_5", "linear_attn.torch_chunk_gated_delta_rule", (128, 4, 4)),
-        ("kimi_linear", "self_attn.chunk_kimi_delta_attention", (192, 64, 4)),
+        pytest.param("kimi_linear", "self_attn.chunk_kimi_delta_attention", (192, 64, 4), marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize(("cp_size", "length"), [(2, 134), (3, 5)])

@@ -72,7 +72,7 @@ def test_a_call_is_one_operator_whose_queries_and_keys_keep_their_shares() -> No
     [
         (Rotated(), ["rope"]),
         (Learned(), ["rope"]),
-        (Interleaved(), ["neg", "neg"]),
+        pytest.param(Interleaved(), ["neg", "neg"], marks=pytest.mark.slow),
         (TokensFirst(), ["neg", "neg"]),
     ],
     ids=lambda value: type(value).__name__,

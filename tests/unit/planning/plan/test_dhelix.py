@@ -155,7 +155,7 @@ def small_unit(name: str, dice: random.Random, size: int) -> GraphPair:
 
 @pytest.mark.parametrize("slowed", [False, True])
 @pytest.mark.parametrize("limits", [(2, 1, 4), (2, 2, 1), (3, 1, 0), (1, 2, 2)], ids=str)
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 4, 5))])
+@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 3, 4, 5))])
 def test_no_order_of_the_space_is_faster(
     seed: int, limits: tuple[int, int, int], slowed: bool, monkeypatch: pytest.MonkeyPatch
 ):

@@ -91,6 +91,7 @@ def test_hardly_ever_longer_than_greedy(fewer_steps: None, seed: int, interferen
     assert timeline_of(flow, profile, schedule).seconds <= longest
 
 
+@pytest.mark.slow
 def test_hardly_longer_than_greedy_on_a_longer_window(few_steps: None):
     profile, schedule = llama_profile(8, 29), schedule_of(8)
     longest = CLOSE * timeline_of(greedy(profile), profile, schedule).seconds

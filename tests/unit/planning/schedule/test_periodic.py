@@ -22,6 +22,7 @@ def test_periodic_schedules_can_run(number: int) -> None:
     validate(schedule, count, ranks)
 
 
+@pytest.mark.slow
 def test_slices_shorten_the_window_of_a_heavy_head() -> None:
     """One billion parameters, a vocabulary of 128 thousand, eight ranks: the head weighs 4.7 of 16 layers."""
     count, head, hop = 64, 4.7, 0.25

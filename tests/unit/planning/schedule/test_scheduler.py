@@ -37,8 +37,9 @@ def test_a_name_gives_its_schedule_for_any_window(name: str, num_ranks: int):
         assert scheduler(count) == build_schedule(name, num_ranks, count)
 
 
-def test_auto_goes_by_the_costs():
+def test_auto_goes_by_the_costs(monkeypatch: pytest.MonkeyPatch):
     """Where weight gradients take nothing, nothing is gained by keeping them apart."""
+    monkeypatch.setattr(auto, "TRIALS", 200)
     even = Costs([1.0] * 4, [1.0] * 4, [1.0] * 4)
     uneven = Costs([1.0, 5.0, 1.0, 1.0], [1.0] * 4, [4.0] * 4, gain=1.5)
     assert Scheduler(AUTO, 2, even)(6) != Scheduler(AUTO, 2, uneven)(6)
@@ -83,7 +84,8 @@ def test_one_rank_has_nothing_to_choose():
     assert (result.name, result.num_ranks) == (AUTO, 1)
 
 
-def test_auto_chooses_among_those_on_the_fold_with_the_measured_costs():
+def test_auto_chooses_among_those_on_the_fold_with_the_measured_costs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(auto, "TRIALS", 200)
     result = candidates(AUTO, profile_on(2))
     assert {each.name for each in result} == {"folded_1f1b", "dualpipe_v", AUTO}
     assert all(each.placement == FOLD for each in result)
@@ -129,7 +131,7 @@ def test_auto_on_one_rank_is_the_named_schedule():
         assert Scheduler(AUTO, 1, costs)(6) == build_schedule("folded_1f1b", 1, 6)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_auto_before_a_measurement(num_ranks: int):
     """No slower than the named schedules, and in short windows as good as a search that takes its time."""
     ranks = stage_ranks(FOLD, num_ranks)
@@ -165,5 +167,5 @@ def test_auto_searches_nothing_before_a_measurement(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(SlotClock, "run", counting_run)
     monkeypatch.setattr(auto, "list_schedule", counting_list)
-    schedule = Scheduler(AUTO, 8)(256)
+    schedule = Scheduler(AUTO, 4)(128)
     assert 0 < slots < 10 * sum(map(len, schedule)), slots

@@ -209,6 +209,8 @@ class Pipeline:
 
 BLOCKS = tuple(ORDER_BLOCK)
 FLOWS = ["greedy", "at random", "at random again", "searched"]
+QUICK = ("sequential", "greedy", "at random")
+QUICK_PLANS = [pytest.param(plan, marks=[pytest.mark.slow] * (plan not in QUICK)) for plan in (*BLOCKS, *FLOWS)]
 SCHEDULES = [*PLACEMENT_OF, "auto"]
 IDLING = replace(BUILT, idles=True)
 
@@ -247,7 +249,7 @@ def check(schedule: str, num_ranks: int, num_microbatches: int, plan: str) -> No
         Pipeline(programs, layout, rules).run()
 
 
-@pytest.mark.parametrize("plan", [*BLOCKS, *FLOWS])
+@pytest.mark.parametrize("plan", QUICK_PLANS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_and_three_ranks(schedule: str, plan: str) -> None:
     for num_ranks, num_microbatches in ((2, 1), (2, 5), (3, 4)):

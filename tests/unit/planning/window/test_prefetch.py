@@ -210,7 +210,7 @@ def test_long_windows_gather_alike(rule: str, ahead: int):
 
 
 @pytest.mark.parametrize("rule", ["sequential", "greedy"])
-@pytest.mark.parametrize(("num_ranks", "count"), [(2, 40), (4, 60)])
+@pytest.mark.parametrize(("num_ranks", "count"), [(2, 40), pytest.param(4, 60, marks=pytest.mark.slow)])
 def test_long_windows_of_a_pipeline_gather_alike(rule: str, num_ranks: int, count: int):
     """Also where the stretch that repeats is made, and its ends are cut: gathers go from one to the other. All of it
     can run."""

@@ -119,6 +119,9 @@ def test_programs_of_flows(
         assert most_layers_alive(program, layout) <= room + 1e-3
 
 
+QUICK = [pytest.param(name, marks=[pytest.mark.slow] * (name != "folded_1f1b")) for name in PLACEMENT_OF]
+
+
 def test_ranks_wait_for_each_other_by_hand():
     """Two ranks of one layer each, 1F1B, one micro-batch; a millisecond each, three to a neighbour.
 
@@ -138,7 +141,7 @@ def test_ranks_wait_for_each_other_by_hand():
     assert timeline.seconds == pytest.approx(41e-3)
 
 
-@pytest.mark.parametrize("name", PLACEMENT_OF)
+@pytest.mark.parametrize("name", QUICK)
 def test_the_search_is_hardly_ever_longer_than_greedy_on_several_ranks(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(search, "MAX_STEPS", 60)
     layout, schedule = case(name, 2, 5, [2, 1, 2, 1])
@@ -149,8 +152,8 @@ def test_the_search_is_hardly_ever_longer_than_greedy_on_several_ranks(name: str
     assert timeline_of(result, profile, schedule).seconds >= lower_bound(profile, schedule) - 1e-9
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("name", PLACEMENT_OF)
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("name", QUICK)
 def test_a_search_needs_no_schedule(name: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(search, "MAX_STEPS", 20)
     layout, schedule = case(name, num_ranks, 3, [1] * 4)

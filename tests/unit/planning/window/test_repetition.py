@@ -164,7 +164,7 @@ def test_plans_of_blocks_are_those_of_the_whole_window(name: str, num_ranks: int
 @pytest.mark.parametrize(
     ("num_ranks", "name"),
     [
-        pytest.param(num_ranks, name, marks=[pytest.mark.slow] * (num_ranks > 2))
+        pytest.param(num_ranks, name, marks=[pytest.mark.slow] * (num_ranks > 2 or name != "folded_1f1b"))
         for num_ranks in (2, 3, 4)
         for name in PLACEMENT_OF
     ],
