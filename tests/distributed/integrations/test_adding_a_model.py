@@ -81,6 +81,7 @@ def test_equals_the_unsplit_model(layout: str, kind: str, cluster_of: Any, tmp_p
     check(cluster_of, tmp_path, Case("starcoder2", model, layout, kind), ("sequential", "greedy"))
 
 
+@pytest.mark.slow
 def test_the_class_that_nobody_declared_trains(cluster_of: Any, tmp_path: Path) -> None:
     cluster_of(2).run(train, folder=str(tmp_path))
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

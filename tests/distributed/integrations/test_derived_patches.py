@@ -14,13 +14,12 @@ from support.parity import unsplit
 from transformers.models.gemma2 import modeling_gemma2
 
 SLOW = pytest.mark.slow
-SLOW_CASES = [(patch, "tp2") for patch in PATCHES if patch != "instance"]
 MODEL = {"family": "support.derived_models:patched", "num_hidden_layers": 2}
 
 
 @pytest.mark.parametrize(
     ("patch", "layout"),
-    [("instance", "tp2"), *(pytest.param(*case, marks=SLOW) for case in (*SLOW_CASES, ("number", "")))],
+    [("instance", ""), *(pytest.param(*case, marks=SLOW) for case in (("number", ""), *((p, "tp2") for p in PATCHES)))],
 )
 def test_patches_are_honoured(patch: str, layout: str, cluster_of: Any, tmp_path: Path) -> None:
     plain = unsplit({"family": "support.derived_models:gemma2", "num_hidden_layers": 2}, 3, "dense")
@@ -82,9 +81,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"model\.model\.layers\.0 was compiled",
     ),
 }
+OTHER_PLACES = ("a hook on the decoder", "a hook on the embedding")
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[SLOW] * (case in OTHER_PLACES)) for case in REFUSED])
 def test_what_would_never_run_is_refused(case: str, tmp_path: Path) -> None:
     model, (change, words) = gemma2(num_hidden_layers=1), REFUSED[case]
     change(model)

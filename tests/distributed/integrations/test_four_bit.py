@@ -65,7 +65,7 @@ def check(
 
 
 def test_a_rank_trains_on_its_part_of_packed_weights(cluster_of: Any, stock: Any, tmp_path: Path) -> None:
-    results, expected = check({"tp_size": 2}, cluster_of, stock, tmp_path)
+    results, expected = check({"tp_size": 2}, cluster_of, stock, tmp_path, num_hidden_layers=2)
     assert [2 * result["packed"] for result in results] == [expected["packed"]] * 2
 
 

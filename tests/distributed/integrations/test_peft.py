@@ -117,8 +117,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 FAST = (
-    *((name, "tp2") for name in ("every linear", "gpt2, biases", "gpt2, tables", "kept")),
-    ("some layers", "pp2"),
+    *((name, "tp2") for name in ("every linear", "gpt2, biases", "gpt2, tables")),
     ("some, with other ranks", "cp2"),
 )
 SLOW = (
@@ -126,7 +125,7 @@ SLOW = (
     *((name, at) for name in ("every linear", "gpt2, biases", "kept", "tied") for at in ("pp2", "dp2", "tp2+pp2")),
     ("every linear", "cp2"),
     ("gpt2, tables", "pp2"),
-    ("some layers", "tp2+pp2"),
+    *(("some layers", at) for at in ("pp2", "tp2+pp2")),
     ("experts", "dp2+ep2"),
 )
 
@@ -187,6 +186,7 @@ def test_frozen_weights_have_no_weight_gradients(tmp_path: Path) -> None:
     assert without["gradients"] == without["held"]
 
 
+@pytest.mark.slow
 def test_without_peft_frozen_weights_are_left_out_too(cluster_of: Any, tmp_path: Path) -> None:
     """A model of which only the last layers are trained; its experts are frozen as well."""
     freeze = tuple(
@@ -268,14 +268,13 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "cp2": {"cp_size": 2},
     "tp2 pp2": {"tp_size": 2, "pp_size": 2},
 }
-RUNS = [("llama", "tp2"), ("llama, kept", "pp2")]
 NOT_BUILT = [(name, "cp2") for name in ("gemma2", "deepseek_v3", "qwen3_5", "nemotron_h")]
 
 
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
-        pytest.param(c, at, marks=() if (c, at) in RUNS else pytest.mark.slow)
+        pytest.param(c, at, marks=() if (c, at) == ("llama, kept", "pp2") else pytest.mark.slow)
         for c in TRAINED
         for at in LAYOUTS
         if (c, at) not in NOT_BUILT
@@ -307,22 +306,14 @@ KEPT = {"modules_to_save": ["embed_tokens"], "idle": "other"}
 
 
 @pytest.mark.parametrize(
-    ("lora", "helix"),
-    [
-        ({}, {"tp_size": 2}),
-        (KEPT, {"tp_size": 2}),
-        pytest.param(KEPT, {"shard_parameters": True}, marks=pytest.mark.slow),
-    ],
-    ids=["plain", "kept", "kept and spread"],
+    "helix", [{"tp_size": 2}, pytest.param({"shard_parameters": True}, marks=pytest.mark.slow)], ids=str
 )
-def test_what_is_saved_untrained_is_bit_for_bit_what_it_was(
-    lora: Any, helix: Any, cluster_of: Any, tmp_path: Path
-) -> None:
-    job = {"helix": {**helix, **GREEDY}, "model": {"num_hidden_layers": 5, "lora": lora}}
+def test_what_is_saved_untrained_is_bit_for_bit_what_it_was(helix: Any, cluster_of: Any, tmp_path: Path) -> None:
+    job = {"helix": {**helix, **GREEDY}, "model": {"num_hidden_layers": 5, "lora": KEPT}}
     cluster_of(2).run("save_untrained", folder=str(tmp_path / "ours"), **job)
-    tiny(num_hidden_layers=5, lora=lora).save_pretrained(str(tmp_path / "theirs"))
+    tiny(num_hidden_layers=5, lora=KEPT).save_pretrained(str(tmp_path / "theirs"))
     result = sorted((tmp_path / "theirs").rglob("*.safetensors"))
-    assert len(result) == (2 if "idle" in lora else 1)
+    assert len(result) == 2
     for file in result:
         theirs = load_file(file)
         ours = load_file(tmp_path / "ours" / file.relative_to(tmp_path / "theirs"))
@@ -349,7 +340,7 @@ CHOICES = {"num_hidden_layers": 2, "lora": {"modules_to_save": ["lm_head"], "idl
 """Of whose linears run time decides what they read: a head or its copy, and one of two adapters or none."""
 
 
-@pytest.mark.parametrize("training", [{}, {"bf16": True}], ids=str)
+@pytest.mark.parametrize("training", [pytest.param({}, marks=pytest.mark.slow), {"bf16": True}], ids=str)
 @pytest.mark.parametrize("option", ["shard_parameters", pytest.param("shard_optimizer", marks=pytest.mark.slow)])
 def test_evaluation_with_what_was_idle_when_it_was_spread(
     option: str, training: dict[str, Any], cluster_of: Any, tmp_path: Path

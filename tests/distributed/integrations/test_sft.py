@@ -80,6 +80,7 @@ def test_as_the_stock_trainer(name: str, helix: dict[str, Any], as_stock: Any) -
     assert "Trained with hf_helix" in card
 
 
+@pytest.mark.slow
 def test_figures_over_data_parallel_ranks(cluster_of: Any, tmp_path: Path, tokenizer: str) -> None:
     """As those of two ranks with the stock trainer; the best model is chosen by one of them."""
     every = dict.fromkeys(("eval_strategy", "save_strategy"), "steps") | {"eval_steps": 2, "save_steps": 2}

@@ -85,6 +85,7 @@ def measured(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
+@SLOW
 def test_activations_shrink_with_the_number_of_ranks(measured: Any) -> None:
     whole, half, quarter = (max(rank["peak"] for rank in measured(cp, "ring")) for cp in (1, 2, 4))
     assert half < 0.6 * whole

@@ -172,7 +172,7 @@ def test_routers_without_a_balance_are_counted_as_well(like_stock: Any) -> None:
         (1, {}),
         (2, {"ep_size": 2}),
         pytest.param(4, {"ep_size": 4}, marks=pytest.mark.slow),
-        (4, {"ep_size": 2, "pp_size": 2}),
+        pytest.param(4, {"ep_size": 2, "pp_size": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

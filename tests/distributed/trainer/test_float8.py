@@ -106,7 +106,7 @@ def test_one_rank_is_the_stock_model_in_fp8(cluster_of: Any, tmp_path: Path, rec
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("pp2", marks=pytest.mark.slow)])
 def test_two_ranks_are_one(cluster_of: Any, tmp_path: Path, layout: str, recipe: str) -> None:
     (found, _), wanted = run(cluster_of(2), tmp_path, float8=recipe, **LAYOUTS[layout]), expected(recipe)
     assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-6)
@@ -130,6 +130,7 @@ def test_sharded_weights_are_cast_as_full_ones(cluster_of: Any, tmp_path: Path) 
         np.testing.assert_allclose(figures(cluster_of(2), tmp_path, **given, **{option: True}), full, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_loss_falls_as_in_bf16(cluster_of: Any, tmp_path: Path) -> None:
     plain, scaled = (figures(cluster_of(2), tmp_path, 10, tp_size=2, **given)[0] for given in ({}, {"float8": True}))
     assert plain[-1] < 0.8 * plain[0]

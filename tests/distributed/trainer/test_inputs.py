@@ -129,6 +129,7 @@ def check_refusals(result: dict[str, Any], runs: tuple[str, ...] = RUNS) -> None
         assert said["untouched"]
 
 
+@pytest.mark.slow
 def test_ids_and_labels_out_of_range_of_one_process(tmp_path: Path) -> None:
     for kind, said in refusals(str(tmp_path), None, ["id", "label"]).items():
         assert all(said[run].startswith("IndexError") for run in RUNS), kind
@@ -178,7 +179,7 @@ def compare(result: dict[str, Any], wanted: dict[str, Any]) -> None:
                 assert mine[name] == pytest.approx(stock[name], rel=1e-4, abs=1e-5, nan_ok=True), stock["step"]
 
 
-@pytest.mark.parametrize("filtered", [True, False])
+@pytest.mark.parametrize("filtered", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_windows_without_labels(filtered: bool, cluster_of: Any, tmp_path: Path) -> None:
     """Their loss is 0 / 0, which is left out of the logs by default, and their gradient is zero."""
     changes = {"logging_nan_inf_filter": filtered}
@@ -193,6 +194,7 @@ def test_windows_without_labels(filtered: bool, cluster_of: Any, tmp_path: Path)
             compare(result, wanted)
 
 
+@pytest.mark.slow
 def test_windows_without_labels_log_as_often_as_they_are(tmp_path: Path) -> None:
     """Several steps are logged together, so that what each micro-batch adds in place of its loss shows."""
     changes = {"logging_steps": 4, "label_smoothing_factor": 0.1}

@@ -61,7 +61,8 @@ def measure_between(folder: str, measures: bool) -> dict[str, Any]:
     """Trains, with measurements in every step if asked; returns the losses, and whether `eval()` holds."""
     callback = Measures()
     with contextlib.redirect_stdout(io.StringIO()):
-        trainer = make_trainer(folder, {"tp_size": 2, "plan": "greedy"}, callbacks=[callback], **CASE)
+        case = {**CASE, "training": {**CASE["training"], "max_steps": 2, "logging_steps": 1}}
+        trainer = make_trainer(folder, {"tp_size": 2, "plan": "greedy"}, callbacks=[callback], **case)
         callback.trainer = trainer if measures else None
         trainer.train()
     trainer.model.eval()
@@ -94,11 +95,12 @@ SPEED = {"helix/tokens_per_second", "helix/tflops_per_device"}
     ("helix", "model", "said"),
     [
         ({"tp_size": 2}, {}, "LlamaForCausalLM (declared) on tp 2; first plan greedy (plan=auto), CUDA graphs off"),
-        (
+        pytest.param(
             {"shard_parameters": True, "plan": "sequential"},
             {"family": "gpt_neox"},
             "GPTNeoXForCausalLM (derived) on dp 2, shard_parameters=True; first plan sequential (plan=sequential), "
             "CUDA graphs off",
+            marks=pytest.mark.slow,
         ),
         (
             {"pp_size": 2, "recompute": "full"},

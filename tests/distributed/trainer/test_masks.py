@@ -11,7 +11,7 @@ from support.models import sequences, tiny
 
 LENGTH = 18
 HIDDEN = {
-    "right": {0: slice(9, LENGTH)},  # by more than the window of Mistral
+    "right": {0: slice(9, LENGTH)},  # by more than windows have
     "hole": {0: slice(4, 7), 1: slice(10, 12)},
     "left": {0: slice(0, 8)},
     "row": {1: slice(0, LENGTH)},
@@ -24,7 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama, eager": {"family": "llama", "attn_implementation": "eager"},
     "windows": {"family": "mistral"},
     "windows, eager": {"family": "mistral", "attn_implementation": "eager"},
-    "balanced experts": {"family": "phimoe", "output_router_logits": True},
+    "windows, balanced experts": {"family": "phimoe", "output_router_logits": True, "sliding_window": 7},
 }
 RING, UNCOUNTED, GATHERED = (
     ({"cp_size": 2}, True),
@@ -32,14 +32,12 @@ RING, UNCOUNTED, GATHERED = (
     ({"cp_size": 2, "cp_method": "all_gather"}, True),
 )
 CASES: list[tuple[tuple[dict[str, Any], bool], str]] = [
-    *((RING, name) for name in MODELS if name != "windows, eager"),
-    *((UNCOUNTED, name) for name in ("llama", "llama, eager", "balanced experts")),
-    *((GATHERED, name) for name in ("llama", "windows, eager", "balanced experts")),
+    *((RING, name) for name in ("llama", "windows, balanced experts")),
+    (UNCOUNTED, "llama, eager"),
+    (GATHERED, "windows, balanced experts"),
 ]
 SLOW = [
-    (RING, "windows, eager"),
-    *((UNCOUNTED, name) for name in ("windows", "windows, eager")),
-    *((GATHERED, name) for name in ("llama, eager", "windows")),
+    *((case, name) for case in (RING, UNCOUNTED, GATHERED) for name in MODELS if (case, name) not in CASES),
     *((({"cp_size": 2, other: 2}, True), name) for other in ("tp_size", "pp_size") for name in MODELS),
 ]
 

@@ -146,7 +146,9 @@ class Mistaken(Signs):
 MADE = {"Muon": torch.optim.Muon, "Signs": Signs, "Normed": Normed, "Mistaken": Mistaken}
 
 
-@pytest.mark.parametrize(("optim", "layout"), [("Muon", "pp2"), ("Signs", "tp2"), ("Normed", "pp2")])
+@pytest.mark.parametrize(
+    ("optim", "layout"), [("Muon", "pp2"), ("Signs", "tp2"), pytest.param("Normed", "pp2", marks=pytest.mark.slow)]
+)
 def test_a_class_says_what_it_reads(optim: str, layout: str, cluster_of: Any, tmp_path: Path) -> None:
     expected = follow(str(tmp_path / "stock"), optim)
     assert expected[-1] < 0.99 * expected[0]

@@ -130,7 +130,11 @@ def test_windows_of_other_lengths(helix: dict[str, Any], cluster_of: Any, tmp_pa
     cluster_of(2).assert_raises(train_with_accumulation_of_rank, said, late=False, **job)
 
 
-@pytest.mark.parametrize(("processes", "helix", "counts"), [(2, {}, [2, 3]), (4, PIPE, [2, 2, 3, 3])], ids=str)
+@pytest.mark.parametrize(
+    ("processes", "helix", "counts"),
+    [(2, {}, [2, 3]), pytest.param(4, PIPE, [2, 2, 3, 3], marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_a_dataset_that_ends_early_on_some_ranks(
     processes: int, helix: dict[str, Any], counts: list[int], cluster_of: Any, tmp_path: Path
 ) -> None:

@@ -47,12 +47,8 @@ SOME = ("w, tied, padded left, last window shorter", "dualpipe_v, untied, fewer 
 @pytest.mark.parametrize(
     ("case", "tp", "dp"),
     [
-        *(pytest.param(case, 1, 1, marks=() if case == SOME[1] else SLOW) for case in CASES),
-        *(
-            pytest.param(case, tp, dp, marks=() if (case, tp) == (SOME[0], 2) else SLOW)
-            for case in CASES
-            for tp, dp in ((2, 1), (1, 2))
-        ),
+        *(pytest.param(case, 1, 1, marks=() if case in SOME else SLOW) for case in CASES),
+        *(pytest.param(case, tp, dp, marks=SLOW) for case in CASES for tp, dp in ((2, 1), (1, 2))),
         *(pytest.param(case, 2, 2, marks=SLOW) for case in CASES if "by hand" not in case),
     ],
 )
@@ -69,7 +65,7 @@ HALVES = (1, 1, 1.5, 1.5, 1, 1, 1, 1)
 @pytest.mark.parametrize(
     ("ranks", "options", "case"),
     [
-        (4, {"pp_size": 4}, {"model": TIED, "training": {"gradient_accumulation_steps": 5}}),
+        pytest.param(4, {"pp_size": 4}, {"model": TIED, "training": {"gradient_accumulation_steps": 5}}, marks=SLOW),
         pytest.param(4, {"pp_size": 4}, {"model": {"num_hidden_layers": 8}}, marks=SLOW),
         pytest.param(4, {"pp_size": 4, "layers_per_stage": HALVES}, {"model": {"num_hidden_layers": 9}}, marks=SLOW),
         pytest.param(2, {"layers_per_stage": (1.5, 1, 1.5, 1)}, {"model": {"num_hidden_layers": 5}}, marks=SLOW),

@@ -437,21 +437,12 @@ OF_PARAMETERS: Windows = {
 }
 QUICK = {
     "shard_optimizer": (
-        "llama",
         "llama bf16, tied, with biases",
         "llama bf16, some of a layer frozen",
-        "llama bf16 tp2",
         "phimoe ep2 without copies of experts",
     ),
-    "shard_parameters": (
-        "llama",
-        "llama recomputed",
-        "llama, some of a layer frozen",
-        "llama bf16, tied, with biases",
-        "llama tp2",
-        "phimoe",
-    ),
-    "every micro-batch": ("llama", "llama bf16, tied, with biases", "llama dp4 in two copies", "llama pp2"),
+    "shard_parameters": ("llama", "llama bf16, tied, with biases", "llama tp2", "phimoe"),
+    "every micro-batch": ("llama bf16, tied, with biases", "llama dp4 in two copies"),
 }
 
 
@@ -532,13 +523,10 @@ OF_ONE = [
 ]
 
 
-QUICK_TRAININGS = ("llama dp4 in two copies, every micro-batch", "llama pp2, every micro-batch")
-
-
 @pytest.mark.parametrize(
     ("option", "case"),
     [
-        pytest.param(option, case, id=f"{option}, {name}", marks=[SLOW] * (name not in ("llama", *QUICK_TRAININGS)))
+        pytest.param(option, case, id=f"{option}, {name}", marks=[SLOW] * (name != "llama"))
         for option, name, case in (
             *((option, *each) for option in ("shard_optimizer", "shard_parameters") for each in TRAININGS.items()),
             *OF_ONE,
@@ -551,7 +539,8 @@ def test_training_equals_stock_data_parallelism(option: str, case: Any, like_sto
     like_stock(ranks, {option: True, "cache": False, "plan": "greedy", **helix}, **options)
 
 
-@pytest.mark.parametrize("helix", [{}, pytest.param({"tp_size": 2}, marks=SLOW)], ids=str)
+@SLOW
+@pytest.mark.parametrize("helix", [{}, {"tp_size": 2}], ids=str)
 @pytest.mark.parametrize("sharded", [OPTIMIZER, PARAMETERS], ids=["shard_optimizer", "shard_parameters"])
 def test_training_in_bf16_is_that_without_sharding(
     sharded: dict[str, Any], helix: dict[str, Any], cluster_of: Any, tmp_path: Path
@@ -580,8 +569,9 @@ def test_training_in_bf16_is_that_without_sharding(
         assert torch.equal(saved[name], value), name
 
 
+@SLOW
 @since("5.19", "a Trainer that does not wrap in DDP what Transformers has spread with FSDP2")
-@pytest.mark.parametrize(("precision", "factor"), [({}, 1), pytest.param({**BF16, **SGD}, 20, marks=SLOW)], ids=str)
+@pytest.mark.parametrize(("precision", "factor"), [({}, 1), ({**BF16, **SGD}, 20)], ids=str)
 def test_training_equals_stock_fsdp(precision: dict[str, Any], factor: float, cluster_of: Any, tmp_path: Path) -> None:
     """The stock Trainer's losses, norms, rates, evaluation and saved weights, with FSDP2 on two processes."""
     tiny().save_pretrained(tmp_path / "start")
@@ -605,9 +595,10 @@ def test_gathers_are_measured(training: dict[str, Any], cluster_of: Any, tmp_pat
         assert not result["left"]
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("ranks", "sharded"),
-    [pytest.param(4, {**OPTIMIZER, "tp_size": 2}, marks=SLOW), (2, PARAMETERS)],
+    [(4, {**OPTIMIZER, "tp_size": 2}), (2, PARAMETERS)],
     ids=["shard_optimizer", "shard_parameters"],
 )
 def test_plans_are_made_of_measured_gathers(

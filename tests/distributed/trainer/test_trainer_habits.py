@@ -823,8 +823,6 @@ RANK_0 = {
 }  # others have no result, as in the stock Trainer
 SEARCHES = {name for name in HABITS if name.startswith("a_search")}
 QUICK = {
-    "stopped_inside_a_window",
-    "trained_twice",
     "loaders_of_ones_own",
     "a_stream_evaluated",
     "logits_left_out",
@@ -832,7 +830,6 @@ QUICK = {
     "hidden_states_for_metrics",
     "steps_by_hand",
     "losses_by_hand",
-    "losses_watched_and_changed",
     "batches_changed",
     "batches_of_windows_changed",
     "steps_of_ones_own",
@@ -841,7 +838,6 @@ QUICK = {
     "means_of_micro_batches",
     "another_model_assigned",
     "counts",
-    "what_the_log_says",
     "arguments_left_alone",
 }
 
