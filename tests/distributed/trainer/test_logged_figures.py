@@ -46,29 +46,31 @@ def score(folder: str, helix: dict[str, Any], trace: str = "", measure: bool = F
 
 
 class Measures(TrainerCallback):
-    """Measures between the backward passes of a step and the step."""
+    """Measures between the backward passes of the first step and the step."""
 
     def __init__(self) -> None:
         self.trainer: Any = None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        if self.trainer is not None:
+        if self.trainer is not None and state.global_step == 0:
             self.trainer.measure_overlap(repeats=1)
             self.trainer.measure_memory()
 
 
 def measure_between(folder: str, measures: bool) -> dict[str, Any]:
-    """Trains, with measurements in every step if asked; returns the losses, and whether `eval()` holds."""
+    """Trains experts, measured in the first step if asked; returns the losses, the figures of the routers over two
+    steps, and whether `eval()` holds."""
     callback = Measures()
     with contextlib.redirect_stdout(io.StringIO()):
-        case = {**CASE, "training": {**CASE["training"], "max_steps": 2, "logging_steps": 1}}
-        trainer = make_trainer(folder, {"tp_size": 2, "plan": "greedy"}, callbacks=[callback], **case)
+        case = {**CASE, "model": {**CASE["model"], "family": "phimoe"}}
+        trainer = make_trainer(folder, {"ep_size": 2, "plan": "greedy"}, callbacks=[callback], **case)
         callback.trainer = trainer if measures else None
         trainer.train()
     trainer.model.eval()
     trainer.measure_memory()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"losses": losses, "trains": any(module.training for module in trainer.model.modules())}
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    figures = [[entry[name] for entry in logs] for name in ("loss", "helix/router_z", "helix/expert_imbalance")]
+    return {"figures": figures, "trains": any(module.training for module in trainer.model.modules())}
 
 
 def first_line(folder: str, helix: dict[str, Any], **options: Any) -> str:
@@ -125,7 +127,7 @@ def test_measuring_leaves_training_as_it_was(cluster_of: Any, tmp_path: Path) ->
     )
     assert measured == alone
     assert not any(result["trains"] for result in measured)
-    assert measured[0]["losses"][0] != measured[0]["losses"][1]
+    assert all(first != second for first, second in measured[0]["figures"])
 
 
 def tuned_case(folder: Path) -> dict[str, Any]:
