@@ -95,7 +95,7 @@ def like_stock(cluster_of: Callable[[int], Cluster], stock: Callable[..., Any], 
         dp = ranks // math.prod(helix.get(f"{axis}_size", 1) for axis in ("tp", "pp", "cp"))
         expected, folder = stock(job, dp, **case)
         results = cluster_of(ranks).run(job, folder=str(tmp_path / "helix"), helix=helix, **case)
-        steps = case.get("training", {}).get("max_steps", 6)
+        steps = case.get("training", {}).get("max_steps", 4)
         for result in results:
             compare_runs(result, expected, steps if steps > 0 else 4)
         compare_weights(tmp_path / "helix", folder)

@@ -258,7 +258,7 @@ def add_derived(name: str, where: str, slow: bool = False, **changes: Any) -> No
 
 
 add_derived("gemma3", "tp2:packed", slow=True)
-add_derived("phi3", "tp2:left")  # fused projections whose blocks differ in length
+add_derived("phi3", "tp2:left", slow=True)  # fused projections whose blocks differ in length
 # The rules of these are proven on small modules, too: tests/unit/models/derived.
 add_derived("olmo2", "tp2:left", slow=True)  # sums over ranks within a norm
 add_derived("deepseek_v3", "tp2:left", slow=True)  # linears of which every rank has a copy

@@ -264,7 +264,7 @@ def arguments(folder: str, **changes: Any) -> TrainingArguments:
         **QUIET,
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 2,
-        "max_steps": 6,
+        "max_steps": 4,
         "learning_rate": 1e-3,
         "weight_decay": 0.1,
         "seed": 3,

@@ -30,6 +30,7 @@ def test_the_first_run_proves_and_later_ones_know(helix: dict[str, int], cluster
     assert declared["losses"] == first["losses"] == second["losses"]
 
 
+@pytest.mark.slow
 def test_a_spread_vocabulary_is_proven_by_itself(cluster_of: Any, tmp_path: Any) -> None:
     said, _ = cluster_of(2).run(build_with_and_without, folder=str(tmp_path), cache=str(tmp_path / "cache"))
     assert [PROVEN in each for each in said] == [True, True]

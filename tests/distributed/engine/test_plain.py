@@ -48,7 +48,7 @@ CALLS: dict[str, tuple[int, dict[str, Any], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("tp", "pp"))) for n in CALLS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "tp")) for n in CALLS])
 def test_calls_and_generation(name: str, cluster_of: Any, tmp_path: Any) -> None:
     ranks, helix, models = CALLS[name]
     for cases in cluster_of(ranks).run(compared, folder=str(tmp_path), helix=helix, models=models):

@@ -76,6 +76,7 @@ def test_default_layouts() -> None:
     assert layouts == ["tp_size=2", "pp_size=2", "tp_size=2, pp_size=2", "cp_size=2", "ep_size=2"]
 
 
+@pytest.mark.slow
 def test_a_mesh_that_cannot_be_made_is_one_failed_layout(cluster_of: Any) -> None:
     """Other layouts of the call are checked, over NCCL a pipeline among them."""
     for failed, other in cluster_of(2).run(check_on_nccl, layouts=[{"tp_size": 3}, {"pp_size": 2}]):

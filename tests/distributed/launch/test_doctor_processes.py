@@ -16,6 +16,7 @@ def search(workers: int, dtype: str = "bf16") -> Ranking:
     return Search(paper.amounts, CLUSTER, 32 * LENGTH, usual, paper.layers, workers=workers).run()
 
 
+@pytest.mark.slow
 def test_several_processes_find_the_same() -> None:
     result = [search(workers) for workers in (1, 2)]
     assert result[0] == result[1]

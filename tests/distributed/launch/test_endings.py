@@ -41,6 +41,7 @@ def wait_for(folder: Path, name: str) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank(tmp_path: Path) -> None:
     """Ranks of `accelerate launch` have found the options of its YAML; Accelerators that ignore them say so once."""
     config = launch_config(tmp_path, helix={"tp_size": 2, "plan": "round_robin"})

@@ -310,6 +310,7 @@ def test_windows_draw_the_numbers_of_their_step(options: dict[str, Any]) -> None
     assert len(seeds) == len(set(seeds)) * (2 if "recompute" in options else 1)
 
 
+@pytest.mark.slow
 def test_adapters_that_are_switched_and_scaled_have_graphs_of_their_own() -> None:
     def change(engine: Engine, name: str, factor: float, share: float) -> None:
         engine.model.set_adapter(name)

@@ -120,6 +120,7 @@ def even(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return cluster_of(2).run(on_an_even_link, folder=str(tmp_path_factory.mktemp("even")))
 
 
+@pytest.mark.slow
 def test_an_even_link_is_found_agreed_and_said(even: Any):
     first, second = even
     assert first["rate"] == second["rate"] > 0

@@ -30,6 +30,7 @@ def ask(folder: Path) -> None:
     main(["doctor", *map(str, given)])
 
 
+@pytest.mark.slow
 def test_a_run_says_that_another_layout_is_faster(
     cluster_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

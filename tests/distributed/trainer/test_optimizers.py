@@ -147,7 +147,12 @@ MADE = {"Muon": torch.optim.Muon, "Signs": Signs, "Normed": Normed, "Mistaken": 
 
 
 @pytest.mark.parametrize(
-    ("optim", "layout"), [("Muon", "pp2"), ("Signs", "tp2"), pytest.param("Normed", "pp2", marks=pytest.mark.slow)]
+    ("optim", "layout"),
+    [
+        pytest.param("Muon", "pp2", marks=pytest.mark.slow),
+        ("Signs", "tp2"),
+        pytest.param("Normed", "pp2", marks=pytest.mark.slow),
+    ],
 )
 def test_a_class_says_what_it_reads(optim: str, layout: str, cluster_of: Any, tmp_path: Path) -> None:
     expected = follow(str(tmp_path / "stock"), optim)

@@ -177,7 +177,7 @@ class Preempted(TrainerCallback):
 
 def preempt(folder: str, helix: Helix, ranks: list[int], of_ones_own: bool) -> Any:
     """A run that SIGTERM ends, with Transformers' answer to it or the user's, and what goes on from its checkpoint."""
-    training = {"max_steps": 6, "enable_jit_checkpoint": not of_ones_own, "eval_strategy": "steps", "eval_steps": 3}
+    training = {"max_steps": 4, "enable_jit_checkpoint": not of_ones_own, "eval_strategy": "steps", "eval_steps": 3}
     before = signal.getsignal(signal.SIGTERM)
     trainer = made(folder, helix, training, callbacks=[Preempted(ranks, 0.3)])
     if of_ones_own:

@@ -503,7 +503,7 @@ def test_the_oracle_sees_something(stock: Any) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "names"),
-    [("tp2", EVERY), ("pp2", SOME), ("shard_parameters", SOME)]
+    [("tp2", EVERY), pytest.param("pp2", SOME, marks=SLOW), ("shard_parameters", SOME)]
     + [pytest.param(layout, EVERY, marks=SLOW) for layout in LAYOUTS if layout != "tp2"],
 )
 def test_parameters_are_read_and_written_whole(

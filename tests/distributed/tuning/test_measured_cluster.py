@@ -70,6 +70,7 @@ def test_an_emulated_link_is_found_and_the_file_can_be_used(cluster_of: Callable
     assert "emulated link of 50mbit,2ms" in yaml.safe_load(file.read_text())["sources"]["node"]
 
 
+@pytest.mark.slow
 def test_ranks_on_hosts_of_their_own_are_joined_by_the_network(cluster_of: Callable[[int], Cluster]):
     first, _ = cluster_of(2).run(measure, link=None, apart=True)
     assert (first["nodes"], first["devices_per_node"]) == (2, 1)

@@ -214,6 +214,7 @@ def tuned(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[di
     return run(cluster_of(2), folder, share=0.5), folder / "cache"
 
 
+@pytest.mark.slow
 def test_a_longer_run_is_tuned_in_its_midst(plain: Any, tuned: Any) -> None:
     """Three of five seconds are left when the step time is known; half of that pays for the second of three tiers."""
     result, _ = tuned

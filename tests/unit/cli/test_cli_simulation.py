@@ -152,6 +152,7 @@ def test_the_doctor_writes_a_page_of_all_rows(roomy: Said):
     assert {row.partition("  ")[0] for row in rows} == set(re.findall(r'"([^"]+), [\d,]+ tokens/s"', text))
 
 
+@pytest.mark.slow
 def test_the_file_of_a_cut_layout_is_taken_by_helix(cut: Said):
     assert "Data parallelism of hf_helix alone does not work: needs " in cut.text
     config = HelixConfig.from_file(cut.file)
@@ -188,6 +189,7 @@ def test_another_row_than_the_best_is_shown_and_written(one_process: None, capsy
     assert "--layout 'tp 3': there is no such layout of these devices; use one of 'dp 2', " in said
 
 
+@pytest.mark.slow
 def test_a_capacity_of_experts_is_in_the_file(
     small: Path, one_process: None, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
