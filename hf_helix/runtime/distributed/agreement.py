@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hf_helix.planning.text import first_difference
 from hf_helix.runtime.distributed.groups import broadcast_object, control_group
-from hf_helix.runtime.distributed.mesh import world_size
+from hf_helix.runtime.distributed.mesh import forget_meshes, world_size
 from hf_helix.runtime.failures.endings import describe, mark_remote_error
 
 T = TypeVar("T")
@@ -61,6 +61,7 @@ def agree_on_action(what: str, flags: Sequence[bool] = ()) -> list[bool]:
     if highest != -lowest:
         said = all_gather_object((what, awaited))
         odd = next(rank for rank, (text, _) in enumerate(said) if text != said[0][0])
+        forget_meshes()  # on every rank: the action of one may have been watched, the action of another not
         raise RuntimeError(f"{said[0][1]} on rank 0 while {said[odd][1]} on rank {odd}: {TOGETHER}")
     awaited = ""  # after failed communication the text stays, for the error message
     return [bool(flag) for flag in shared[: len(flags)]]
