@@ -37,7 +37,7 @@ from hf_helix.operators.random_numbers import Source, drawing_from
 from hf_helix.runtime.distributed.agreement import sum_over_ranks
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.microbatch import MicroBatch, derive_seed
-from hf_helix.runtime.runner import Runner, forget_gradients
+from hf_helix.runtime.runner import Runner, counting_apart, forget_gradients
 
 MAX_GRAPHS = 8
 """How many graphs are kept. Windows of further shapes run operator by operator."""
@@ -354,7 +354,7 @@ class WindowGraphs:
         def capture() -> list[Work]:
             for work, count in zip(works, counts, strict=True):
                 draws = self._recorder.draws(runner.mesh.device, count)
-                with drawing_from(draws), _counting_apart(runner):
+                with drawing_from(draws), _counting_from_zero(runner):
                     recorded.append(self._recorder.record(work, draws)[1])
                     forget_gradients(runner)
             return [graph.replay for graph in recorded]
@@ -473,7 +473,7 @@ class WindowGraphs:
             return results, self._in_their_place({p: p.grad for p in parameters if p.grad is not None})
 
         try:
-            with drawing_from(draws), _counting_apart(runner) as before:
+            with drawing_from(draws), _counting_from_zero(runner) as before:
                 (results, gradients), graph = self._recorder.record(record, draws)
                 counts: dict[RouterMeter, Any] = {meter: (sums, meter.sums) for meter, sums in before.items()}
         finally:
@@ -554,18 +554,13 @@ def _kept(window: Sequence[MicroBatch], leaves: Sequence[Any], form: TreeSpec) -
 
 
 @contextlib.contextmanager
-def _counting_apart(runner: Runner) -> Iterator[dict[RouterMeter, Tensor]]:
+def _counting_from_zero(runner: Runner) -> Iterator[dict[RouterMeter, Tensor]]:
     """Lets every router begin with the tensor of sums that is yielded; at the end the sums are as before."""
-    meters = [meter for unit in runner.rank_units.units.values() for meter in unit.meters]
-    counted = {meter: meter.sums for meter in meters}
-    before = {meter: torch.zeros(meter.num_experts + 3, device=runner.mesh.device) for meter in meters}
-    for meter, sums in before.items():
-        meter.sums = sums
-    try:
+    with counting_apart(runner) as meters:
+        before = {meter: torch.zeros(meter.num_experts + 3, device=runner.mesh.device) for meter in meters}
+        for meter, sums in before.items():
+            meter.sums = sums
         yield before
-    finally:
-        for meter, sums_before in counted.items():
-            meter.sums = sums_before
 
 
 def _is_leaf(value: Any) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hf_helix.operators.base import Precision
 from hf_helix.operators.matmul_dtype import CastWeights
+from hf_helix.operators.moe.dispatch import RouterMeter
 from hf_helix.operators.zero.host_shard import arrived
 from hf_helix.operators.zero.zero3 import casts_of
 from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan
@@ -277,14 +278,20 @@ def set_aside(runner: Runner) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def counting_apart(runner: Runner) -> Iterator[list[RouterMeter]]:
+    """Returns a context with the meters of this rank's routers; at the end their sums are as before."""
+    meters = [meter for unit in runner.rank_units.units.values() for meter in unit.meters]
+    counted = [meter.sums for meter in meters]
+    try:
+        yield meters
+    finally:
+        for meter, sums in zip(meters, counted, strict=True):
+            meter.sums = sums
+
+
+@contextlib.contextmanager
 def measured(runner: Runner) -> Iterator[None]:
     """Returns a context for windows that are measured, not trained on: afterwards the gradients, and the counts of the
     routers that the logs show, are those of training alone."""
-    meters = [meter for unit in runner.rank_units.units.values() for meter in unit.meters]
-    counts = [None if meter.sums is None else meter.sums.clone() for meter in meters]  # a graph adds in place
-    try:
-        with set_aside(runner):
-            yield
-    finally:
-        for meter, sums in zip(meters, counts, strict=True):
-            meter.sums = sums
+    with counting_apart(runner), set_aside(runner):
+        yield

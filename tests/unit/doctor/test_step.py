@@ -1,5 +1,6 @@
 """Steps on paper: the quick prediction of a window against every operator of it, and what follows from a step."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -70,11 +71,9 @@ def is_slow(name: str, plan: str) -> bool:
     return plan == "dhelix" or not (name in QUICK or (plan == "greedy" and name in ("tp2 pp2", "pp2 dp2 sharded")))
 
 
-def cases(*plans: str) -> list[Any]:
+def cases(*plans: str, slow: Callable[[str, str], bool] = is_slow) -> list[Any]:
     """Every layout under every plan."""
-    return [
-        pytest.param(name, plan, marks=[pytest.mark.slow] * is_slow(name, plan)) for plan in plans for name in SIZES
-    ]
+    return [pytest.param(name, plan, marks=[pytest.mark.slow] * slow(name, plan)) for plan in plans for name in SIZES]
 
 
 @pytest.mark.parametrize(("name", "plan"), cases("sequential", "greedy", "dhelix"))
@@ -136,14 +135,7 @@ def test_a_long_window_is_a_short_one_with_more_of_the_same(name: str, count: in
     assert long.window == pytest.approx(whole.window, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("name", "plan"),
-    [
-        pytest.param(name, plan, marks=[pytest.mark.slow] * ((name, plan) not in FASTER))
-        for plan in ("sequential", "greedy")
-        for name in SIZES
-    ],
-)
+@pytest.mark.parametrize(("name", "plan"), cases("sequential", "greedy", slow=lambda *case: case not in FASTER))
 def test_more_bandwidth_is_never_slower(name: str, plan: str, paper: SimulatedModel):
     faster = replace(CLUSTER, network=replace(CLUSTER.network, bandwidth=4 * CLUSTER.network.bandwidth))
     faster = replace(faster, node=replace(faster.node, bandwidth=4 * faster.node.bandwidth))
