@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import pytest
+from support import marks
 from support.derived_models import HOME, HYBRIDS
 from support.models import FAMILIES
 from support.parity import KINDS, LENGTHS
@@ -305,7 +305,7 @@ def parameters(*names: str, slow: Sequence[str] = ()) -> list[Any]:
     for case in chosen:
         trainers.setdefault(repr((case.helix, case.ranks, case.model)), []).append(case)
     return [
-        pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (case.slow or case.name in slow))
+        marks.slow(case, when=case.slow or case.name in slow, id=case.name)
         for cases in trainers.values()
         for case in cases
     ]

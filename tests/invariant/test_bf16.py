@@ -13,6 +13,7 @@ from invariant.harness import run
 from safetensors.torch import load_file
 from support import jobs
 from support.derived_models import HOME
+from support.marks import slow
 from support.models import tiny
 from support.parity import LENGTHS
 from support.pipeline_jobs import batches_of, items_in, make, window_of
@@ -24,25 +25,24 @@ from hf_helix.runtime.divided import plain_parameters
 AUTOCAST: dict[str, Any] = {"bf16": True}
 FLOOR = 2.0**-9  # half a unit in the last place
 LOSS_FLOOR = 1e-5  # what layouts differ by in fp32
-SLOW = pytest.mark.slow
 Window = dict[str, Any]
 
 LAYOUTS = [
     ("llama", "tp2", {}),
-    pytest.param("llama", "pp2", {}, marks=SLOW),
+    slow("llama", "pp2", {}),
     ("llama", "cp2", {}),
-    pytest.param("gpt2", "tp2", {}, marks=SLOW),
+    slow("gpt2", "tp2", {}),
     ("phimoe", "dp2+ep2", {}),
-    pytest.param("derived gemma3", "tp2", {}, marks=SLOW),
+    slow("derived gemma3", "tp2", {}),
     # The error of three losses is a matter of luck; these layouts round as the stock model does.
-    pytest.param("derived gemma2", "pp2", {}, marks=SLOW),
-    pytest.param("derived olmo2", "pp2", {}, marks=SLOW),
-    pytest.param("derived phi3", "pp2", {}, marks=SLOW),
-    pytest.param("gpt_neox", "tp2", {}, marks=SLOW),
-    pytest.param("qwen3_moe", "dp2+ep2", {}, marks=SLOW),
-    pytest.param("mixtral", "tp2", {}, marks=SLOW),
-    pytest.param("llama", "tp2+pp2", {}, marks=SLOW),
-    pytest.param("phimoe", "dp2+ep2", {"expert_capacity_factor": 4.0}, marks=SLOW),
+    slow("derived gemma2", "pp2", {}),
+    slow("derived olmo2", "pp2", {}),
+    slow("derived phi3", "pp2", {}),
+    slow("gpt_neox", "tp2", {}),
+    slow("qwen3_moe", "dp2+ep2", {}),
+    slow("mixtral", "tp2", {}),
+    slow("llama", "tp2+pp2", {}),
+    slow("phimoe", "dp2+ep2", {"expert_capacity_factor": 4.0}),
 ]
 MODELS: dict[str, dict[str, Any]] = {
     family: {"family": family, "num_hidden_layers": 4} for family in ("llama", "gpt_neox", "phimoe", "qwen3_moe")
@@ -95,7 +95,7 @@ def unsplit(family: str, dtype: str, count: int, autocast: bool = False, exact: 
     return {"losses": losses, "gradients": gradients}
 
 
-@pytest.mark.parametrize("autocast", [True, pytest.param(False, marks=SLOW)], ids=["bf16=True", "model in bf16"])
+@pytest.mark.parametrize("autocast", [True, slow(False)], ids=["bf16=True", "model in bf16"])
 @pytest.mark.parametrize(("family", "layout", "options"), LAYOUTS, ids=str)
 def test_error_is_at_most_twice_that_of_the_stock_model(
     family: str, layout: str, options: dict[str, Any], autocast: bool, cluster_of: Any, tmp_path: Path

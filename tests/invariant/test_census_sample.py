@@ -1,6 +1,7 @@
 """The census finds what is equal, what is refused and what fails; a sample of it."""
 
 import pytest
+from support.marks import slow
 
 from benchmarks.census import take
 from hf_helix.models.census import FAILED, PROVEN, REFUSED, read_census
@@ -24,7 +25,7 @@ QUICK = "RobertaForCausalLM"
 
 @pytest.mark.parametrize(
     ("name", "layouts"),
-    [pytest.param(*each, id=each[0], marks=() if each[0] == QUICK else pytest.mark.slow) for each in SAMPLE.items()],
+    [slow(*each, when=each[0] != QUICK, id=each[0]) for each in SAMPLE.items()],
 )
 def test_a_sample_is_proven(name: str, layouts: list[str]) -> None:
     found = take(name, layouts, LIMIT)

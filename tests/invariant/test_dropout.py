@@ -9,6 +9,7 @@ from invariant.classes import GPT2, NEOX, Case
 from invariant.harness import USUAL, run
 from support.comparisons import assert_same_bits
 from support.derived_models import HOME
+from support.marks import slow
 
 DRY: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 3},
@@ -26,7 +27,7 @@ DROPOUT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("model", [pytest.param(n, marks=[pytest.mark.slow] * (n != "gpt2")) for n in DRY])
+@pytest.mark.parametrize("model", [slow(n, when=n != "gpt2") for n in DRY])
 def test_dropout_depends_on_the_seed_alone(model: str, cluster_of: Any, tmp_path: Path) -> None:
     dry = Case(f"{model} dry", DRY[model], "tp2", "dense")
     wet = Case(f"{model} dropout", {**DRY[model], **DROPOUT[model]}, "tp2", "dense")
@@ -41,9 +42,7 @@ def test_dropout_depends_on_the_seed_alone(model: str, cluster_of: Any, tmp_path
         assert result["losses"] != window(dry, 3)["losses"] == window(dry, 4, ("greedy",))["losses"]
 
 
-@pytest.mark.parametrize(
-    "model", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("neox", "derived phi3"))]
-)
+@pytest.mark.parametrize("model", ["gpt2", *(slow(name) for name in ("neox", "derived phi3"))])
 def test_evaluation_drops_nothing(model: str, cluster_of: Any, tmp_path: Path) -> None:
     job = {"folder": str(tmp_path), "helix": {"tp_size": 2}, "training": {"max_steps": 1, "learning_rate": 0.0}}
     dry, wet = (

@@ -10,24 +10,24 @@ from invariant.classes import Case
 from invariant.harness import check, windows
 from support import jobs
 from support.derived_models import HOME
+from support.marks import slow
 
 from hf_helix.operators import vocab_tiles
 
-SLOW = pytest.mark.slow
 TIED = {"tie_word_embeddings": True}
 GEMMA = {"family": f"{HOME}gemma2"}  # has a softcap
 
 CASES: list[Any] = [
     ("llama", {}, "", {}),
     ("llama", TIED, "tp2", {}),
-    pytest.param("llama", {}, "tp2", {}, marks=SLOW),
+    slow("llama", {}, "tp2", {}),
     ("llama", {}, "pp2", {}),
     ("llama", {}, "cp2", {}),
-    pytest.param("gpt2", {"family": "gpt2"}, "tp2", {}, marks=SLOW),
+    slow("gpt2", {"family": "gpt2"}, "tp2", {}),
     ("gemma2", GEMMA, "tp2", {}),
-    pytest.param("gemma2", GEMMA, "", {}, marks=SLOW),
-    pytest.param("gemma2", GEMMA, "pp2", {}, marks=SLOW),
-    pytest.param("llama", {}, "tp2+pp2", {}, marks=SLOW),
+    slow("gemma2", GEMMA, "", {}),
+    slow("gemma2", GEMMA, "pp2", {}),
+    slow("llama", {}, "tp2+pp2", {}),
 ]
 
 
@@ -48,13 +48,13 @@ SPREAD = {"pp_size": 2, "schedule": "auto", "spread_vocabulary": True}
     [
         (2, SPREAD, {"num_hidden_layers": 4, **TIED}),
         (2, {"shard_parameters": True}, {}),
-        pytest.param(2, SPREAD, {"num_hidden_layers": 4}, marks=SLOW),
-        pytest.param(4, {"tp_size": 2, **SPREAD}, {"num_hidden_layers": 4}, marks=SLOW),
-        pytest.param(2, {"shard_optimizer": True, "recompute": "full"}, TIED, marks=SLOW),
-        pytest.param(4, {"pp_size": 4}, {"num_hidden_layers": 8, **TIED}, marks=SLOW),
-        pytest.param(4, {**SPREAD, "pp_size": 4}, {"num_hidden_layers": 8}, marks=SLOW),
-        pytest.param(4, {"pp_size": 2, "shard_optimizer": True}, {"num_hidden_layers": 4}, marks=SLOW),
-        pytest.param(4, {"pp_size": 2, "shard_parameters": True}, {"num_hidden_layers": 4, **TIED}, marks=SLOW),
+        slow(2, SPREAD, {"num_hidden_layers": 4}),
+        slow(4, {"tp_size": 2, **SPREAD}, {"num_hidden_layers": 4}),
+        slow(2, {"shard_optimizer": True, "recompute": "full"}, TIED),
+        slow(4, {"pp_size": 4}, {"num_hidden_layers": 8, **TIED}),
+        slow(4, {**SPREAD, "pp_size": 4}, {"num_hidden_layers": 8}),
+        slow(4, {"pp_size": 2, "shard_optimizer": True}, {"num_hidden_layers": 4}),
+        slow(4, {"pp_size": 2, "shard_parameters": True}, {"num_hidden_layers": 4, **TIED}),
     ],
 )
 def test_as_the_stock_trainer(ranks: int, options: dict[str, Any], model: dict[str, Any], like_stock: Any) -> None:

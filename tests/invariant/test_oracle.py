@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.marks import slow
 from support.models import llama
 from support.pipeline_jobs import (
     Batch,
@@ -33,9 +34,9 @@ from hf_helix.runtime.trace import Trace
     ("size", "schedule", "tied"),
     [
         *((2, schedule, schedule == "folded_1f1b") for schedule in PLACEMENT_OF),
-        pytest.param(2, "folded_1f1b", False, marks=pytest.mark.slow),
-        pytest.param(2, "dualpipe_v", True, marks=pytest.mark.slow),
-        *(pytest.param(4, schedule, False, marks=pytest.mark.slow) for schedule in PLACEMENT_OF),
+        slow(2, "folded_1f1b", False),
+        slow(2, "dualpipe_v", True),
+        *(slow(4, schedule, False) for schedule in PLACEMENT_OF),
     ],
 )
 def test_ranks_run_as_torch_runs_them(size: int, schedule: str, tied: bool, cluster_of: Any, tmp_path: Any) -> None:

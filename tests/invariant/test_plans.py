@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from invariant.classes import BIASED, CASES, EAGER, MHA, TIED, Case, parameters
 from invariant.harness import NAMED, OWN, RANDOM, Result, check, run
+from support.marks import slow
 from support.parity import compare_window, unsplit
 from support.pipeline_jobs import events_of_window
 
@@ -65,9 +66,7 @@ TILED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("case", "tiles"), [pytest.param(*each, id=each[0].name, marks=[pytest.mark.slow] * each[0].slow) for each in TILED]
-)
+@pytest.mark.parametrize(("case", "tiles"), [slow(*each, when=each[0].slow, id=each[0].name) for each in TILED])
 def test_tiles_change_nothing_but_rounding(case: Case, tiles: int, cluster_of: Any, tmp_path: Path) -> None:
     rules = ("sequential", "round_robin", "dhelix", RANDOM) if tiles > case.sizes["tp"] else ("intra_batch", RANDOM)
     orders = [rule if rule == "intra_batch" else f"{rule}/{tiles}" for rule in rules]

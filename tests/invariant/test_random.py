@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from invariant.classes import AXES, Case, sizes_of
 from invariant.harness import run
+from support.marks import slow
 from support.parity import KINDS, compare_window, unsplit
 
 SECONDS = 120
@@ -75,7 +76,7 @@ def random_model(draw: random.Random, layers: int, tp: int, may_tie: bool) -> di
 SLOW = (4, 5, *range(100, 340))
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW)])
+@pytest.mark.parametrize("seed", [*range(4), *(slow(seed) for seed in SLOW)])
 def test_random_case(seed: int, cluster_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("support.cluster.JOB_TIMEOUT", SECONDS)
     case = random_case(seed, most_ranks=4 if seed < 100 else 8)

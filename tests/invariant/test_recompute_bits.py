@@ -11,6 +11,7 @@ from invariant.classes import Case
 from invariant.harness import RANDOM, USUAL, run
 from support.comparisons import assert_same_bits
 from support.jobs import build
+from support.marks import slow
 from support.models import sequences, tiny
 from support.pipeline_jobs import make, runner_of, window_of
 
@@ -67,7 +68,7 @@ def test_under_every_plan(orders: Sequence[str], cluster_of: Any, tmp_path: Path
 SLOW = ("llama", "neox", "capacity", "bf16", "dualpipe_v")  # relatives of others
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
+@pytest.mark.parametrize("name", [slow(name, when=name in SLOW) for name in CASES])
 def test_in_every_layout(name: str, cluster_of: Any, tmp_path: Path) -> None:
     same_bits(cluster_of, tmp_path, CASES[name], training={"bf16": True} if name == "bf16" else {})
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.marks import slow
 from support.models import sequences, tiny
 from support.rank_threads import Meeting, ThreadTransport, on_ranks
 from support.small_traces import whole_gradients
@@ -89,8 +90,8 @@ def gradients(families: list[Family], models: list[Any]) -> dict[str, Tensor]:
     return whole_gradients(models, placed)
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "phimoe"))])
+@pytest.mark.parametrize("size", [slow(1), 2])
+@pytest.mark.parametrize("name", ["llama", *(slow(n) for n in ("gpt2", "phimoe"))])
 def test_gradients_have_the_same_bits(name: str, size: int) -> None:
     model = tiny(name, **LAYERS).train()
     models = [[copy.deepcopy(model) for _ in range(size)] for _ in range(2)]

@@ -8,6 +8,7 @@ import torch
 from invariant.classes import BIASED, GPTS, MHA, MIXTURES, TIED
 from support.comparisons import assert_same, stored
 from support.derived_models import HOME
+from support.marks import slow
 from support.models import tiny
 from transformers import AutoModelForCausalLM
 
@@ -31,7 +32,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in QUICK)) for c in CASES])
+@pytest.mark.parametrize("case", [slow(c, when=c not in QUICK) for c in CASES])
 def test_what_is_saved_is_the_stock_checkpoint(case: str, cluster_of: Any, tmp_path: Path) -> None:
     """A tied weight is saved once, under the embedding's name."""
     ranks, changes, helix = CASES[case]

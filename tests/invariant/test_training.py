@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from invariant.classes import GPTS
 from support.derived_models import HOME, HYBRIDS, TEXT_PARTS
+from support.marks import slow
 
 Case = dict[str, Any]
 CLIPPED = {"max_grad_norm": 0.3}
@@ -85,7 +86,7 @@ def runs() -> list[Any]:
     result += [(f"hybrid {name}", 2, {"cp_size": 2, "plan": "greedy"}, True) for name in ("qwen3_5", "nemotron_h")]
     for plan in ("greedy", "intra_batch", "auto"):
         result += [(name, 2, {"tp_size": 2, "plan": plan, **MEASURED}, True) for name in list(CASES)[5:8]]
-    return [pytest.param(*run, marks=[pytest.mark.slow] * slow, id=f"{run[0]}-{run[2]}") for *run, slow in result]
+    return [slow(*run, when=is_slow, id=f"{run[0]}-{run[2]}") for *run, is_slow in result]
 
 
 @pytest.mark.parametrize(("case", "ranks", "helix"), runs())
@@ -93,7 +94,7 @@ def test_training_equals_the_stock_trainer(case: str, ranks: int, helix: dict[st
     like_stock(ranks, helix, **CASES[case])
 
 
-@pytest.mark.parametrize(("ranks", "tp_size"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("ranks", "tp_size"), [(2, 1), slow(4, 2)])
 def test_data_parallel_ranks_share_the_batch(ranks: int, tp_size: int, like_stock: Any) -> None:
     """Against the stock Trainer on two processes (DDP), which evaluates an odd number of samples, too."""
     data = {"count": 60, "lengths": (17, 9), "padding": "right"}

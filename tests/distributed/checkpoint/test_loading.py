@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from support.comparisons import stored
 from support.derived_models import HOME
 from support.jobs import build
+from support.marks import slow
 from support.models import FAMILIES, sequences, tiny
 from support.paths import ROOT
 from torch import Tensor, nn
@@ -153,7 +154,6 @@ def draw(folder: str, helix: dict[str, Any], family: str, changes: dict[str, Any
 
 # -- the tests --------------------------------------------------------------------------------------------------------
 
-SLOW = pytest.mark.slow
 LAYERS = {"num_hidden_layers": 4}
 TIED = {"tie_word_embeddings": True}
 SPREAD = {"shard_parameters": True}
@@ -162,22 +162,22 @@ CASES: list[Any] = [
     # family, changes, layout, shards of the checkpoint
     ("phimoe", LAYERS, {"pp_size": 2}, "20KB"),
     ("llama", {**TIED, **LAYERS}, SPREAD, "20KB"),
-    pytest.param("llama", TIED, {"tp_size": 2}, "20KB", marks=SLOW),
-    pytest.param("gpt2", {}, {"tp_size": 2}, "1GB", marks=SLOW),
-    pytest.param("phimoe", {}, {"ep_size": 2}, "1GB", marks=SLOW),
-    pytest.param("llama", {**TIED, **LAYERS}, KEPT, "20KB", marks=SLOW),
-    pytest.param("mixtral", {}, {"ep_size": 2}, "1GB", marks=SLOW),
-    pytest.param("qwen3_moe", LAYERS, {"tp_size": 2, "pp_size": 2}, "20KB", marks=SLOW),
-    pytest.param("mixtral", LAYERS, {"tp_size": 2, **SPREAD}, "20KB", marks=SLOW),
-    pytest.param("mixtral", LAYERS, {"tp_size": 2, **KEPT}, "20KB", marks=SLOW),
-    pytest.param(f"{HOME}phi3", {"num_hidden_layers": 2}, {"tp_size": 2}, "20KB", marks=SLOW),
+    slow("llama", TIED, {"tp_size": 2}, "20KB"),
+    slow("gpt2", {}, {"tp_size": 2}, "1GB"),
+    slow("phimoe", {}, {"ep_size": 2}, "1GB"),
+    slow("llama", {**TIED, **LAYERS}, KEPT, "20KB"),
+    slow("mixtral", {}, {"ep_size": 2}, "1GB"),
+    slow("qwen3_moe", LAYERS, {"tp_size": 2, "pp_size": 2}, "20KB"),
+    slow("mixtral", LAYERS, {"tp_size": 2, **SPREAD}, "20KB"),
+    slow("mixtral", LAYERS, {"tp_size": 2, **KEPT}, "20KB"),
+    slow(f"{HOME}phi3", {"num_hidden_layers": 2}, {"tp_size": 2}, "20KB"),
     *(
-        pytest.param(f"{HOME}{name}", LAYERS, layout, "20KB", marks=SLOW)
+        slow(f"{HOME}{name}", LAYERS, layout, "20KB")
         for name in ("gemma2", "phi3", "olmo2", "gpt_oss", "qwen2_moe", "deepseek_v3")
         for layout in ({"tp_size": 2}, {"pp_size": 2})
     ),
     *(
-        pytest.param(family, {**LAYERS, **changes}, layout, "20KB", marks=SLOW)
+        slow(family, {**LAYERS, **changes}, layout, "20KB")
         for family, changes in (
             *((family, {}) for family in FAMILIES if family != "starcoder2"),
             ("llama", {**TIED, "attention_bias": True}),
@@ -186,7 +186,7 @@ CASES: list[Any] = [
         for layout in ({"tp_size": 2}, {"pp_size": 2}, {"tp_size": 2, "pp_size": 2})
     ),
     *(
-        pytest.param(family, LAYERS, layout, "20KB", marks=SLOW)
+        slow(family, LAYERS, layout, "20KB")
         for family in ("mixtral", "phimoe", "qwen3_moe")
         for layout in ({"ep_size": 2}, {"ep_size": 2, "tp_size": 2}, {"ep_size": 2, "pp_size": 2})
     ),
@@ -213,7 +213,7 @@ def test_a_folder_gives_what_from_pretrained_gives(
         assert rank["bytes"] > 0
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("bfloat16"), pytest.param("float32", marks=SLOW)])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16"), slow("float32")])
 def test_types_are_those_of_the_config(dtype: str, cluster_of: Any, tmp_path: Path) -> None:
     source = tmp_path / "source"
     tiny(dtype=dtype).save_pretrained(source)
@@ -343,7 +343,7 @@ BAD: dict[str, tuple[dict[str, Any], Damage, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-@pytest.mark.parametrize("layout", [{"tp_size": 2}, pytest.param({"pp_size": 2}, marks=SLOW)], ids=str)
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, slow({"pp_size": 2})], ids=str)
 def test_what_does_not_fit_is_named_on_every_rank_and_nothing_is_written(
     case: str, layout: dict[str, int], cluster_of: Any, tmp_path: Path
 ) -> None:
@@ -404,11 +404,11 @@ def test_names_that_are_no_folders(options: dict[str, Any], words: list[str], cl
 
 DRAWN: list[Any] = [
     ("llama", {**LAYERS, **TIED}, ({"tp_size": 2}, {"pp_size": 2}, {"pp_size": 2, "spread_vocabulary": True}, SPREAD)),
-    pytest.param("gpt2", LAYERS, ({"tp_size": 2},), marks=SLOW),
+    slow("gpt2", LAYERS, ({"tp_size": 2},)),
     ("phimoe", LAYERS, ({"ep_size": 2},)),
-    pytest.param("mixtral", LAYERS, ({"ep_size": 2},), marks=SLOW),
+    slow("mixtral", LAYERS, ({"ep_size": 2},)),
     *(
-        pytest.param(family, LAYERS, ({"tp_size": 2}, {"pp_size": 2}, {"tp_size": 2, "pp_size": 2}), marks=SLOW)
+        slow(family, LAYERS, ({"tp_size": 2}, {"pp_size": 2}, {"tp_size": 2, "pp_size": 2}))
         for family in FAMILIES
         if family != "starcoder2"
     ),
@@ -473,7 +473,7 @@ def test_a_model_that_draws_from_outside_of_its_layers_is_refused() -> None:
 # -- memory ------------------------------------------------------------------------------------------------------
 
 
-@SLOW
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["tp", "pp"])
 @pytest.mark.timeout(900)
 def test_a_rank_takes_its_share_and_one_tensor(axis: str, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from support.cluster import JobFailed
 from support.derived_models import HOME
+from support.marks import slow
 from support.resume_jobs import make, run
 
 from hf_helix.checkpoint import files, manifest
@@ -76,7 +77,6 @@ def state_of(checkpoint: Path) -> dict[str, Any]:
 # -- the tests --------------------------------------------------------------------------------------------------------
 
 JOB = "support.resume_jobs:"
-SLOW = pytest.mark.slow
 SHARDS = {"ZeRO-1": "shard_optimizer", "ZeRO-3": "shard_parameters"}
 
 
@@ -152,12 +152,12 @@ def test_the_same_layout_goes_on_bit_for_bit(layout: str, runs: Any, cluster_of:
         ("tp2", "pp2 slices"),
         ("dp2 ZeRO-1", "dp2 ZeRO-3"),
         ("dp2 ZeRO-3", "tp2"),
-        pytest.param("pp2 slices", "tp2", marks=SLOW),
-        *(pytest.param("tp2", after, marks=SLOW) for after in ("pp2", "dp2 ZeRO-1")),
-        *(pytest.param("tp2", after, marks=SLOW) for after in ("cp2", "dp2", "dp2 ZeRO-3")),
-        pytest.param("dp2 ZeRO-1", "dp2", marks=SLOW),
-        *(pytest.param(before, "dp2 ZeRO-1", marks=SLOW) for before in ("dp2", "dp2 ZeRO-3")),
-        *(pytest.param("dp2 ZeRO-3", after, marks=SLOW) for after in ("pp2", "dp2")),
+        slow("pp2 slices", "tp2"),
+        *(slow("tp2", after) for after in ("pp2", "dp2 ZeRO-1")),
+        *(slow("tp2", after) for after in ("cp2", "dp2", "dp2 ZeRO-3")),
+        slow("dp2 ZeRO-1", "dp2"),
+        *(slow(before, "dp2 ZeRO-1") for before in ("dp2", "dp2 ZeRO-3")),
+        *(slow("dp2 ZeRO-3", after) for after in ("pp2", "dp2")),
     ],
 )
 def test_another_layout_goes_on(before: str, after: str, runs: Any, cluster_of: Any, tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_a_stream_goes_on_as_it_would_have(cluster_of: Any, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("way", "layout"),
     [
-        pytest.param(way, layout, marks=() if (way, layout) == ("adapters", TP2) else SLOW)
+        slow(way, layout, when=(way, layout) != ("adapters", TP2))
         for way in WAYS
         for layout in (TP2, SPREAD["helix"], KEPT["helix"])
     ],
@@ -435,7 +435,7 @@ BEST = {
 }
 
 
-@pytest.mark.parametrize("helix", [TP2, *(pytest.param(each["helix"], marks=SLOW) for each in (SPREAD, KEPT))], ids=str)
+@pytest.mark.parametrize("helix", [TP2, *(slow(each["helix"]) for each in (SPREAD, KEPT))], ids=str)
 def test_the_best_model_at_the_end(helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
     expected = run(str(tmp_path / "stock"), None, training=BEST)
     assert expected["best"] != "checkpoint-3"  # or loading it would change nothing
@@ -453,7 +453,7 @@ def others(files: list[str]) -> list[str]:
     return [name for name in files if not name.startswith("model")]
 
 
-@pytest.mark.parametrize("strategy", ["every_save", pytest.param("all_checkpoints", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["every_save", slow("all_checkpoints")])
 def test_uploads_are_the_stock_trainers(strategy: str, tmp_path: Path) -> None:
     expected = push(str(tmp_path / "stock"), None, strategy)
     result = push(str(tmp_path / "helix"), {"plan": "greedy"}, strategy)

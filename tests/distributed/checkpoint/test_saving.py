@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from support.derived_models import HOME
 from support.jobs import build
 from support.loop_jobs import said
+from support.marks import slow
 from support.models import arguments, tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
@@ -136,7 +137,6 @@ def ask(folder: str, helix: dict[str, Any], lora: bool, alone: bool = False) -> 
 
 # Tests
 
-SLOW = pytest.mark.slow
 SMALL = "20KB"
 TOLD = 5000  # bytes of what ranks tell each other; the smallest model has 136960, its largest tensor 16768
 CASES: dict[str, dict[str, Any]] = {
@@ -176,7 +176,7 @@ def assert_stock(folder: Path, case: dict[str, Any], stock: Path) -> int:
 
 
 MORE = ("rows and columns", "a single file", "fused, of unequal widths", "experts", "copies")
-NAMES = [pytest.param(name, marks=[SLOW] * (name in MORE)) for name in CASES]
+NAMES = [slow(name, when=name in MORE) for name in CASES]
 
 
 @pytest.fixture(scope="module")
@@ -244,9 +244,7 @@ def test_a_full_disk_is_an_error_on_every_rank(victim: int, cluster_of: Any, tmp
 # -- what a cut model is asked for ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("helix", "lora"), [pytest.param({"tp_size": 2}, False, marks=SLOW), ({"pp_size": 2}, True)], ids=str
-)
+@pytest.mark.parametrize(("helix", "lora"), [slow({"tp_size": 2}, False), ({"pp_size": 2}, True)], ids=str)
 def test_a_cut_model_does_not_save_itself(helix: dict[str, Any], lora: bool, cluster_of: Any, tmp_path: Path) -> None:
     told, _ = cluster_of(2).run(ask, folder=str(tmp_path), helix=helix, lora=lora)
     assert len(told) == 3 * len(calls(None, ""))
@@ -263,7 +261,7 @@ def test_a_cut_model_does_not_save_itself(helix: dict[str, Any], lora: bool, clu
 
 @pytest.mark.parametrize(
     "helix",
-    [*(pytest.param({axis: 2}, marks=SLOW) for axis in ("tp_size", "pp_size")), {"shard_parameters": True}],
+    [*(slow({axis: 2}) for axis in ("tp_size", "pp_size")), {"shard_parameters": True}],
     ids=str,
 )
 def test_what_one_rank_reads_alone_is_named(helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import marks
 from support.models import tiny
 from torch.nn import functional
 
@@ -108,7 +109,7 @@ MIXTURE, SPARSE, PHIMOE = {"family": "mixtral"}, {"family": "qwen3_moe"}, {"fami
 
 
 def case(ranks: int, slow: bool = True, **options: Any) -> Any:
-    return pytest.param(ranks, options, marks=[pytest.mark.slow] if slow else [], id=str(options))
+    return marks.slow(ranks, options, when=slow, id=str(options))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.jobs import make_trainer
+from support.marks import slow
 from support.mistaken_families import WithoutSum
 
 from hf_helix.models import registry
@@ -18,7 +19,7 @@ from hf_helix.models.family import Family
 PROVEN = "LlamaForCausalLM: derived from the model; equal to the unsplit model at "
 
 
-@pytest.mark.parametrize("helix", [{"tp_size": 2}, pytest.param({"pp_size": 2}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("helix", [{"tp_size": 2}, slow({"pp_size": 2})])
 def test_the_first_run_proves_and_later_ones_know(helix: dict[str, int], cluster_of: Any, tmp_path: Any) -> None:
     options = {"folder": str(tmp_path), "helix": helix, "cache": str(tmp_path / "cache")}
     ranks = cluster_of(2).run(run_three_times, **options)

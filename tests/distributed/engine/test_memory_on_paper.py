@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.at_once import collectives_at_once, collectives_kept
+from support.marks import slow
 from transformers import AutoConfig
 
 from hf_helix.config import HelixConfig
@@ -81,28 +82,27 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 sharded": {"shard_parameters": True},
     "dp2 sharded full": {"shard_parameters": True, "recompute": "full"},
 }
-SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "dp2 sharded" else SLOW) for n in LAYOUTS])
+@pytest.mark.parametrize("name", [slow(n, when=n != "dp2 sharded") for n in LAYOUTS])
 def test_memory_on_paper_is_what_ranks_count(name: str, cluster_of: Any):
     assert_near(cluster_of, LAYOUTS[name], plans=FEW_PLANS if name == "dp2 sharded" else PLANS)
 
 
-@SLOW
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_memory_of_experts_with_even_rows_is_what_ranks_count(recompute: str, cluster_of: Any):
     assert_near(cluster_of, {"ep_size": 2, "recompute": recompute}, {"model_type": "mixtral", **EVEN})
 
 
-@SLOW
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_memory_of_experts_with_a_capacity_is_what_ranks_count(recompute: str, cluster_of: Any):
     helix = {"ep_size": 2, "recompute": recompute, "expert_capacity_factor": 1.25}
     assert_near(cluster_of, helix, {"model_type": "phimoe", **EXPERTS})
 
 
-@SLOW
+@pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="rows are spread evenly on paper, and 0.68 to 0.88 of what is counted is found")
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_memory_of_experts_on_paper_is_what_ranks_count(recompute: str, cluster_of: Any):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.jobs import make_trainer
+from support.marks import slow
 from support.models import VOCABULARY, tiny
 from transformers import Trainer, TrainerCallback
 
@@ -48,7 +49,7 @@ CALLS: dict[str, tuple[int, dict[str, Any], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "tp")) for n in CALLS])
+@pytest.mark.parametrize("name", [slow(n, when=n != "tp") for n in CALLS])
 def test_calls_and_generation(name: str, cluster_of: Any, tmp_path: Any) -> None:
     ranks, helix, models = CALLS[name]
     for cases in cluster_of(ranks).run(compared, folder=str(tmp_path), helix=helix, models=models):
@@ -58,7 +59,7 @@ def test_calls_and_generation(name: str, cluster_of: Any, tmp_path: Any) -> None
             assert max(case["errors"].values()) <= 1e-5, case
 
 
-@pytest.mark.parametrize("helix", [{"tp_size": 2}, pytest.param({"pp_size": 2}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("helix", [{"tp_size": 2}, slow({"pp_size": 2})], ids=str)
 def test_generation_in_a_callback(
     helix: dict[str, int], cluster_of: Any, stock: Callable[..., Any], tmp_path: Any
 ) -> None:

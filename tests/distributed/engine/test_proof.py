@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.marks import slow
 from support.mistaken_families import WithoutSum
 from support.models import made, tiny
 from torch import Tensor, nn
@@ -24,7 +25,6 @@ from hf_helix.models.graph.attention import Attention, by_heads, declare_attenti
 from hf_helix.models.stock_modules import rotate
 from hf_helix.runtime.distributed.mesh import mesh_of
 
-SLOW = pytest.mark.slow
 MORE_MISTAKES = ("attention cap", "window", "norm")
 
 
@@ -32,11 +32,11 @@ MORE_MISTAKES = ("attention cap", "window", "norm")
     ("name", "ranks", "helix"),
     [
         *(("llama", 2, {"cp_size": 2}), ("phimoe", 2, {"ep_size": 2})),
-        pytest.param("gpt2", 2, {"tp_size": 2}, marks=SLOW),
-        pytest.param("llama", 2, {"pp_size": 2}, marks=SLOW),
-        pytest.param("qwen3", 2, {"cp_size": 2}, marks=SLOW),
-        pytest.param("qwen2", 4, {"tp_size": 2, "pp_size": 2}, marks=SLOW),
-        pytest.param("mixtral", 4, {"tp_size": 2, "ep_size": 2}, marks=SLOW),
+        slow("gpt2", 2, {"tp_size": 2}),
+        slow("llama", 2, {"pp_size": 2}),
+        slow("qwen3", 2, {"cp_size": 2}),
+        slow("qwen2", 4, {"tp_size": 2, "pp_size": 2}),
+        slow("mixtral", 4, {"tp_size": 2, "ep_size": 2}),
     ],
     ids=str,
 )
@@ -49,9 +49,7 @@ def test_families_are_equal(name: str, ranks: int, helix: dict[str, int], cluste
     assert first["undisturbed"]
 
 
-@pytest.mark.parametrize(
-    "mistake", ["logits cap", "on_shard", "padding", *(pytest.param(name, marks=SLOW) for name in MORE_MISTAKES)]
-)
+@pytest.mark.parametrize("mistake", ["logits cap", "on_shard", "padding", *(slow(name) for name in MORE_MISTAKES)])
 def test_a_mistake_is_found(mistake: str, cluster_of: Any) -> None:
     ranks = cluster_of(2).run(proof_of_mistake, mistake=mistake)
     assert ranks[0] == ranks[1]
@@ -63,7 +61,7 @@ def test_a_mistake_is_found(mistake: str, cluster_of: Any) -> None:
         assert "logits" in wrong["wrong"]
 
 
-@pytest.mark.parametrize("mistake", ["attention cap", pytest.param("window", marks=SLOW)])
+@pytest.mark.parametrize("mistake", ["attention cap", slow("window")])
 def test_a_declaration_without_the_mistake_is_equal(mistake: str, cluster_of: Any) -> None:
     """Three of the mistakes are in the same one; of Llama itself others prove it."""
     ranks = cluster_of(2).run(proof_of_mistake, mistake=mistake, mistaken=False)

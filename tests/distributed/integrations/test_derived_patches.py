@@ -9,17 +9,17 @@ from invariant.classes import Case
 from invariant.harness import check
 from support.derived_models import PATCHES, gemma2
 from support.jobs import build
+from support.marks import slow
 from support.models import sequences
 from support.parity import unsplit
 from transformers.models.gemma2 import modeling_gemma2
 
-SLOW = pytest.mark.slow
 MODEL = {"family": "support.derived_models:patched", "num_hidden_layers": 2}
 
 
 @pytest.mark.parametrize(
     ("patch", "layout"),
-    [("instance", ""), *(pytest.param(*case, marks=SLOW) for case in (("number", ""), *((p, "tp2") for p in PATCHES)))],
+    [("instance", ""), *(slow(*case) for case in (("number", ""), *((p, "tp2") for p in PATCHES)))],
 )
 def test_patches_are_honoured(patch: str, layout: str, cluster_of: Any, tmp_path: Path) -> None:
     plain = unsplit({"family": "support.derived_models:gemma2", "num_hidden_layers": 2}, 3, "dense")
@@ -28,7 +28,7 @@ def test_patches_are_honoured(patch: str, layout: str, cluster_of: Any, tmp_path
     check(cluster_of, tmp_path, Case(patch, model, layout, "dense"), ("greedy",))
 
 
-@SLOW
+@pytest.mark.slow
 def test_a_patch_of_a_declared_class_is_honoured(cluster_of: Any, tmp_path: Path) -> None:
     model = {"family": "support.derived_models:patched_llama", "num_hidden_layers": 2}
     check(cluster_of, tmp_path, Case("patched llama", model, "tp2", "dense"), ("greedy",))
@@ -84,7 +84,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 OTHER_PLACES = ("a hook on the decoder", "a hook on the embedding")
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[SLOW] * (case in OTHER_PLACES)) for case in REFUSED])
+@pytest.mark.parametrize("case", [slow(case, when=case in OTHER_PLACES) for case in REFUSED])
 def test_what_would_never_run_is_refused(case: str, tmp_path: Path) -> None:
     model, (change, words) = gemma2(num_hidden_layers=1), REFUSED[case]
     change(model)

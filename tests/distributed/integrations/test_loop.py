@@ -11,6 +11,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from support.comparisons import compare_weights
 from support.jobs import Stream
 from support.loop_jobs import batches_of, made, reset, said, stock_window, stock_windows
+from support.marks import slow
 from support.models import llama, sequences
 from torch.nn import functional
 from torch.optim.optimizer import _global_optimizer_pre_hooks
@@ -249,8 +250,6 @@ def other_options_of_rank(seeds: tuple[int, ...]) -> None:
 
 # -- the tests --------------------------------------------------------------------------------------------------------
 
-SLOW = pytest.mark.slow
-
 
 @pytest.mark.parametrize(
     ("helix", "count", "accumulate", "ranks"),
@@ -258,14 +257,14 @@ SLOW = pytest.mark.slow
         ({"tp_size": 2}, 13, 4, 2),  # the last window of an epoch, and its last batch, are shorter
         ({"pp_size": 2}, 13, 4, 2),
         ({"shard_parameters": True}, 12, 2, 2),
-        pytest.param({}, 12, 2, 2, marks=SLOW),
-        pytest.param({"shard_optimizer": True}, 12, 2, 2, marks=SLOW),
-        pytest.param({"pp_size": 2, "offload": "optimizer"}, 13, 4, 2, marks=SLOW),
-        pytest.param({"cp_size": 2}, 13, 4, 2, marks=SLOW),
-        pytest.param({"tp_size": 2}, 12, 2, 4, marks=SLOW),
-        pytest.param({"tp_size": 2, "pp_size": 2}, 13, 4, 4, marks=SLOW),
-        pytest.param({"tp_size": 2, "recompute": "full"}, 13, 4, 2, marks=SLOW),
-        pytest.param({}, 13, 4, 1, marks=SLOW),
+        slow({}, 12, 2, 2),
+        slow({"shard_optimizer": True}, 12, 2, 2),
+        slow({"pp_size": 2, "offload": "optimizer"}, 13, 4, 2),
+        slow({"cp_size": 2}, 13, 4, 2),
+        slow({"tp_size": 2}, 12, 2, 4),
+        slow({"tp_size": 2, "pp_size": 2}, 13, 4, 4),
+        slow({"tp_size": 2, "recompute": "full"}, 13, 4, 2),
+        slow({}, 13, 4, 1),
     ],
     ids=lambda value: str(value).replace("'", "") if isinstance(value, dict) else str(value),
 )
@@ -291,9 +290,9 @@ def test_as_the_stock_loop(
     ("helix", "ranks"),
     [
         ({"tp_size": 2}, 2),
-        pytest.param({"pp_size": 2}, 2, marks=SLOW),
-        pytest.param({"shard_optimizer": True, "dp_size": 2}, 2, marks=SLOW),
-        pytest.param({"tp_size": 2, "pp_size": 2}, 4, marks=SLOW),
+        slow({"pp_size": 2}, 2),
+        slow({"shard_optimizer": True, "dp_size": 2}, 2),
+        slow({"tp_size": 2, "pp_size": 2}, 4),
     ],
     ids=str,
 )
@@ -323,10 +322,10 @@ TP, PP, PARAMETERS, OPTIMIZER = {"tp_size": 2}, {"pp_size": 2}, {"shard_paramete
     ("name", "helix"),
     [
         *((STATES, {**TP, **PARAMETERS}), (LATER, PARAMETERS), (ADDED, PARAMETERS)),
-        *(pytest.param(STATES, helix, marks=SLOW) for helix in (TP, PP, PARAMETERS, OPTIMIZER)),
-        *(pytest.param(LATER, helix, marks=SLOW) for helix in (OPTIMIZER, {})),
-        pytest.param(ADDED, OPTIMIZER, marks=SLOW),
-        *(pytest.param(FOLDER, helix, marks=SLOW) for helix in (TP, PP, PARAMETERS, OPTIMIZER)),
+        *(slow(STATES, helix) for helix in (TP, PP, PARAMETERS, OPTIMIZER)),
+        *(slow(LATER, helix) for helix in (OPTIMIZER, {})),
+        slow(ADDED, OPTIMIZER),
+        *(slow(FOLDER, helix) for helix in (TP, PP, PARAMETERS, OPTIMIZER)),
     ],
     ids=str,
 )
@@ -363,7 +362,7 @@ def test_what_the_accelerator_would_do_wrongly(cluster_of: Any) -> None:
             assert words in result[name], name
 
 
-@pytest.mark.parametrize("option", ["shard_parameters", pytest.param("shard_optimizer", marks=SLOW)])
+@pytest.mark.parametrize("option", ["shard_parameters", slow("shard_optimizer")])
 def test_values_of_gradients_are_clipped_where_they_are(option: str, cluster_of: Any) -> None:
     limit = 2**-10  # has no error in fp32
     for words, before, after in cluster_of(2).run(clip_values, helix={option: True}, limit=limit):
@@ -379,7 +378,7 @@ def test_optimizers_that_nobody_has_prepared(option: str, cluster_of: Any) -> No
         assert set(found.values()) == {""}, found
 
 
-@pytest.mark.parametrize("option", ["shard_optimizer", pytest.param("shard_parameters", marks=SLOW)])
+@pytest.mark.parametrize("option", ["shard_optimizer", slow("shard_parameters")])
 def test_an_optimizer_of_the_parts_of_a_prepared_model(option: str, cluster_of: Any) -> None:
     """It is what it would be had it been prepared with the model: evaluation and windows have what it has stepped."""
     wanted, losses = (cluster_of(2).run(stepped, option=option, prepared=given) for given in (True, False))

@@ -23,6 +23,7 @@ from support import jobs, pipeline_jobs
 from support.comparisons import assert_same_bits, compare_adapters, compare_runs
 from support.derived_models import HOME
 from support.jobs import frozen
+from support.marks import slow
 from support.models import adapted, arguments, llama, mixtral, sequences, tiny
 from torch import nn
 from transformers import TrainerCallback
@@ -130,9 +131,7 @@ SLOW = (
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str
-)
+@pytest.mark.parametrize(("name", "layout"), [*FAST, *(slow(*case) for case in SLOW)], ids=str)
 def test_gradients_equal_the_unsplit_models(name: str, layout: str, cluster_of: Any, tmp_path: Path) -> None:
     """Losses, the gradient of every trained weight by name, and the same bits under every plan."""
     orders = NAMED if (name, layout) in SLOW else ("sequential", "dhelix")
@@ -274,7 +273,7 @@ NOT_BUILT = [(name, "cp2") for name in ("gemma2", "deepseek_v3", "qwen3_5", "nem
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
-        pytest.param(c, at, marks=() if (c, at) == ("llama, kept", "pp2") else pytest.mark.slow)
+        slow(c, at, when=(c, at) != ("llama, kept", "pp2"))
         for c in TRAINED
         for at in LAYOUTS
         if (c, at) not in NOT_BUILT
@@ -305,9 +304,7 @@ def logits_of(model: Any) -> torch.Tensor:
 KEPT = {"modules_to_save": ["embed_tokens"], "idle": "other"}
 
 
-@pytest.mark.parametrize(
-    "helix", [{"tp_size": 2}, pytest.param({"shard_parameters": True}, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("helix", [{"tp_size": 2}, slow({"shard_parameters": True})], ids=str)
 def test_what_is_saved_untrained_is_bit_for_bit_what_it_was(helix: Any, cluster_of: Any, tmp_path: Path) -> None:
     job = {"helix": {**helix, **GREEDY}, "model": {"num_hidden_layers": 5, "lora": KEPT}}
     cluster_of(2).run("save_untrained", folder=str(tmp_path / "ours"), **job)
@@ -340,8 +337,8 @@ CHOICES = {"num_hidden_layers": 2, "lora": {"modules_to_save": ["lm_head"], "idl
 """Of whose linears run time decides what they read: a head or its copy, and one of two adapters or none."""
 
 
-@pytest.mark.parametrize("training", [pytest.param({}, marks=pytest.mark.slow), {"bf16": True}], ids=str)
-@pytest.mark.parametrize("option", ["shard_parameters", pytest.param("shard_optimizer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("training", [slow({}), {"bf16": True}], ids=str)
+@pytest.mark.parametrize("option", ["shard_parameters", slow("shard_optimizer")])
 def test_evaluation_with_what_was_idle_when_it_was_spread(
     option: str, training: dict[str, Any], cluster_of: Any, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, PromptEncoderConfig
 from support import sft_jobs
 from support.comparisons import compare_adapters, compare_weights
+from support.marks import slow
 from support.models import arguments, llama, sequences
 from transformers import AutoModelForCausalLM, Trainer
 
@@ -59,12 +60,8 @@ FAST = (("completions", "tp_size"),)
 
 @pytest.mark.parametrize(
     ("name", "helix"),
-    [
-        pytest.param(name, helix, marks=() if (name, next(iter(helix))) in FAST else pytest.mark.slow)
-        for name in KINDS
-        for helix in (TP, PP)
-    ]
-    + [pytest.param("packed", CP, marks=pytest.mark.slow)],
+    [slow(name, helix, when=(name, next(iter(helix))) not in FAST) for name in KINDS for helix in (TP, PP)]
+    + [slow("packed", CP)],
     ids=str,
 )
 def test_as_the_stock_trainer(name: str, helix: dict[str, Any], as_stock: Any) -> None:

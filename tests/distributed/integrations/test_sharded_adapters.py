@@ -12,7 +12,6 @@ from support.comparisons import compare_adapters, compare_runs
 from support.models import tiny
 from support.versions import since
 
-SLOW = pytest.mark.slow
 STEPS = {"max_steps": 4, "gradient_accumulation_steps": 2}
 CLIPPED = {**STEPS, "max_grad_norm": 0.3}
 BY_GRADIENTS = {**STEPS, "optim": "sgd", "learning_rate": 0.5, "weight_decay": 0.0}
@@ -59,7 +58,9 @@ WAYS = {"shard_parameters": ("FSDP2", [SUMMING]), "shard_optimizer": ("DDP", [])
 @pytest.mark.parametrize(
     ("option", "way", "case", "tp"),
     [
-        pytest.param(option, way, case, tp, marks=[*marks, *[SLOW] * (place + tp > 1)], id=f"{option}-{case}-{tp}")
+        pytest.param(
+            option, way, case, tp, marks=[*marks, *[pytest.mark.slow] * (place + tp > 1)], id=f"{option}-{case}-{tp}"
+        )
         for option, (way, marks) in WAYS.items()
         for place, case in enumerate(SHARED)
         for tp in (1, 2)

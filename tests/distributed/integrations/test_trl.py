@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.marks import slow
 from support.sft_jobs import mixed, save_tokenizer
 
 from hf_helix.runtime.divided import plain_parameters
@@ -115,7 +116,7 @@ SHARDS = {"shard_parameters": True}
     ("kind", "helix", "lora", "model"),
     [("dpo", TP, False, "Llama")]
     + [
-        pytest.param(*case, marks=pytest.mark.slow)
+        slow(*case)
         for case in [
             ("dpo", PP, False, "Llama"),
             ("dpo", CP, False, "Llama"),

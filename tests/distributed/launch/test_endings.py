@@ -14,6 +14,7 @@ from support.cluster import free_port
 from support.forked_ranks import fork_ranks
 from support.launches import PATHS, SUPPORT, accelerate, launch_config, torchrun
 from support.launches import output_of as printed_by
+from support.marks import slow
 
 LIMIT = 200  # a busy machine takes a minute to start two processes
 
@@ -68,7 +69,7 @@ def test_a_layout_in_accelerates_own_words(tmp_path: Path) -> None:
     assert said.count("tp_size=2 plan=sequential") == 2, said
 
 
-@pytest.mark.parametrize("launches", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ranks", "launched"])
+@pytest.mark.parametrize("launches", [False, slow(True)], ids=["ranks", "launched"])
 def test_an_error_that_every_rank_raises_alike(launches: bool, tmp_path: Path) -> None:
     """The launcher's summary is what is in the error file of a rank."""
     if launches:
@@ -145,7 +146,7 @@ def test_sigterm_to_the_launcher(tmp_path: Path) -> None:
         assert f"rank {rank} went on after step {saved.name.removeprefix('checkpoint-')}" in said
 
 
-@pytest.mark.parametrize("launches", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ranks", "launched"])
+@pytest.mark.parametrize("launches", [False, slow(True)], ids=["ranks", "launched"])
 def test_ctrl_c(launches: bool, tmp_path: Path) -> None:
     if launches:
         process = launch(tmp_path, "endings_script.py", "interrupt")

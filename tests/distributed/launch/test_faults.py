@@ -15,6 +15,7 @@ from support.fault_script import OUT
 from support.forked_ranks import ForkedRank, fork_ranks
 from support.jobs import build
 from support.launches import LIMIT, SUPPORT, output_of, seconds_until_others_end, torchrun
+from support.marks import slow
 from support.models import llama, sequences
 from support.resume_jobs import TRAINING, make, run
 from transformers import TrainerCallback
@@ -81,7 +82,6 @@ SPREAD = "shard_parameters: true\nplan: sequential\n"
 KEPT = "shard_optimizer: true\nplan: sequential\n"
 PIPELINE = "pp_size: 2\nplan: greedy\n"
 HOST = "offload: optimizer\nplan: greedy\n"
-SLOW = pytest.mark.slow
 
 
 class Run(NamedTuple):
@@ -169,9 +169,7 @@ CASES: list[Any] = [
 QUICK = (f"pp_size: 2\n{HOST}", "in an update on the host", 1, DIED)
 
 
-@pytest.mark.parametrize(
-    ("helix", "fault", "victim", "said"), [pytest.param(*case, marks=() if case == QUICK else SLOW) for case in CASES]
-)
+@pytest.mark.parametrize(("helix", "fault", "victim", "said"), [slow(*case, when=case != QUICK) for case in CASES])
 def test_the_other_rank_ends_and_the_next_run_goes_on(
     helix: str, fault: str, victim: int, said: str, expected: Any, tmp_path: Path
 ) -> None:
@@ -261,7 +259,7 @@ def test_killed_at_twenty_random_moments(tmp_path: Path) -> None:
     assert losses(killed, 200) == losses(sound, 200)
 
 
-@pytest.mark.parametrize("dp_rank", [pytest.param(0, marks=SLOW), 1])
+@pytest.mark.parametrize("dp_rank", [slow(0), 1])
 def test_a_loss_that_is_not_finite_ends_all_ranks(dp_rank: int, cluster_of: Any, tmp_path: Path) -> None:
     words = f"step 2: the loss of rank {dp_rank} is not finite", "Resume from an earlier checkpoint"
     job = {"raises": "FloatingPointError", "folder": str(tmp_path), "victim": dp_rank}
@@ -275,7 +273,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1"]
 
 
-@pytest.mark.parametrize("where", [pytest.param(w, marks=() if w == "on the disk" else SLOW) for w in ROOM])
+@pytest.mark.parametrize("where", [slow(w, when=w != "on the disk") for w in ROOM])
 def test_a_save_that_fails_leaves_what_was_there(where: str, tmp_path: Path) -> None:
     """In one process; what several ranks do then is among the slow tests."""
     with pytest.raises((OSError, RuntimeError), match="No space left on device"):

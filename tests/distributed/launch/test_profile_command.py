@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.forked_ranks import fork_ranks, logs_of
+from support.marks import slow
 from transformers import LlamaConfig
 
 from hf_helix.cli import common, main
@@ -56,7 +57,7 @@ cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="two processes w
 
 
 @cpu_only
-@pytest.mark.parametrize("launches", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ranks", "command"])
+@pytest.mark.parametrize("launches", [False, slow(True)], ids=["ranks", "command"])
 def test_profile_measures_and_traces(launches: bool, model_folder: Path, tmp_path: Path, capsys: Any) -> None:
     """Its ranks, which a launcher may have started, and the command that starts them."""
     words = ("--model", model_folder, "--tp_size", 2, "--batch_size", 2, "--sequence_length", 17, "--microbatches", 2)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from support.loop_jobs import batches_of, reset, said
+from support.marks import slow
 from support.models import llama
 from support.pipeline_jobs import make
 
@@ -83,7 +84,7 @@ def failing(trainer: Any, fails_at: int) -> Callable[..., Any]:
     return issue_some
 
 
-@pytest.mark.parametrize("fails_at", [pytest.param(2, marks=pytest.mark.slow), 9])
+@pytest.mark.parametrize("fails_at", [slow(2), 9])
 @pytest.mark.parametrize("helix", [{"tp_size": 2}, {"shard_optimizer": True}, {"shard_parameters": True}], ids=str)
 def test_the_next_window(cluster_of: Any, tmp_path: Path, helix: dict[str, Any], fails_at: int) -> None:
     for found in cluster_of(2).run(after_error, folder=str(tmp_path), helix=helix, fails_at=fails_at):
@@ -92,9 +93,7 @@ def test_the_next_window(cluster_of: Any, tmp_path: Path, helix: dict[str, Any],
         assert result == list(found["without"][1:])
 
 
-@pytest.mark.parametrize(
-    "helix", [pytest.param({"tp_size": 2}, marks=pytest.mark.slow), {"shard_parameters": True}], ids=str
-)
+@pytest.mark.parametrize("helix", [slow({"tp_size": 2}), {"shard_parameters": True}], ids=str)
 def test_the_next_window_of_a_loss_of_ones_own(cluster_of: Any, helix: dict[str, Any]) -> None:
     for (words, *result), (_, *expected) in cluster_of(2).run(own_loss_after_error, helix=helix):
         assert words == MEMORY

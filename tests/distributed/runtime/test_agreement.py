@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.marks import slow
 
 from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_number, agree_on_window
 
@@ -22,7 +23,7 @@ def test_windows_of_one_length(count: int, cluster_of: Any) -> None:
     assert cluster_of(2).run(agree_on_count_of_rank, counts=[count, count]) == [None, None]
 
 
-@pytest.mark.parametrize("counts", [[2, 1], [0, 1], pytest.param([3, 3, 3, 2], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("counts", [[2, 1], [0, 1], slow([3, 3, 3, 2])], ids=str)
 def test_windows_of_different_length_are_refused_on_every_rank(counts: list[int], cluster_of: Any) -> None:
     """Some ranks would wait for the others in the middle of a step."""
     words = f"micro-batches by rank: {counts}", "max_steps"

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.marks import slow
 from torch import Tensor
 
 from hf_helix.config import HelixConfig
@@ -72,7 +73,7 @@ def group_ranks(tp_size: int, pp_size: int = 1, ep_size: int = 1) -> dict[str, A
 # Tests
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("ranks", [2, slow(3), 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_collectives(ranks: int, dtype: str, seed: int, cluster_of: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.fake_cuda import FakeCuda, is_view, tensors_in
+from support.marks import slow
 from support.models import adapted
 from support.windows_on_fakes import one_rank, train_windows
 from torch import Tensor
@@ -159,7 +160,6 @@ def _bare(value: Tensor) -> Tensor:
 # -- the tests --------------------------------------------------------------------------------------------------------
 
 CPU = torch.device("cpu")
-SLOW = pytest.mark.slow
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 512}
 
 
@@ -235,10 +235,10 @@ def same(result: list[Any], wanted: list[Any]) -> bool:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, id="one rank", marks=SLOW),
+        slow({}, id="one rank"),
         pytest.param({"tp": 2, "autocast_dtype": torch.bfloat16}, id="tp2 bf16"),
         pytest.param({"cp": 2}, id="cp2"),
-        pytest.param({"tp": 2, "recompute": "full"}, id="tp2 recompute", marks=SLOW),
+        slow({"tp": 2, "recompute": "full"}, id="tp2 recompute"),
         pytest.param({"family": "gpt2", "model": {"n_inner": 32}}, id="tied weights"),
     ],
 )
@@ -297,8 +297,8 @@ def test_weights_that_lie_elsewhere_are_captured_anew() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"family": "gpt2", "model": {"n_inner": 32, "resid_pdrop": 0.1}}, id="dropout", marks=SLOW),
-        pytest.param({"model": {"attention_dropout": 0.1}}, id="in attention", marks=SLOW),
+        slow({"family": "gpt2", "model": {"n_inner": 32, "resid_pdrop": 0.1}}, id="dropout"),
+        slow({"model": {"attention_dropout": 0.1}}, id="in attention"),
         pytest.param({"model": {"attention_dropout": 0.1}, "recompute": "full"}, id="drawn again in backward"),
         pytest.param({"family": "phimoe", "expert_capacity_factor": 4.0}, id="a router's noise"),
     ],
@@ -349,7 +349,7 @@ def test_evaluation_replays_too() -> None:
     assert [graph.replays for graph in recorder.graphs] == [11, 5, 4]  # a third shape waits for a third time
 
 
-@pytest.mark.parametrize("failing", [pytest.param(1, marks=SLOW), 2])
+@pytest.mark.parametrize("failing", [slow(1), 2])
 def test_a_capture_that_fails_is_said_and_the_run_goes_on(failing: int, capsys: Any) -> None:
     recorder = FakeRecorder(fails=(failing,))
     replayed(recorder, ((12, 8), (8, 12)) * 3, option="auto")
@@ -417,7 +417,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[SLOW] * (n != "dualpipe_v, tp")) for n in PIPELINES])
+@pytest.mark.parametrize("name", [slow(n, when=n != "dualpipe_v, tp") for n in PIPELINES])
 def test_pipelines_are_captured_without_a_question_of_the_host(name: str, monkeypatch: Any) -> None:
     options = {"pp_size": 2, "model": {"num_hidden_layers": 4}, **PIPELINES[name]}
     cuda = FakeCuda(prompt=True)  # a question would be answered, and is an error in a capture
@@ -433,7 +433,7 @@ def test_pipelines_are_captured_without_a_question_of_the_host(name: str, monkey
     steps_alike(**options)
 
 
-PRECISIONS = [pytest.param(None, marks=SLOW), torch.bfloat16]
+PRECISIONS = [slow(None), torch.bfloat16]
 
 
 @pytest.mark.parametrize("autocast_dtype", PRECISIONS)
@@ -558,7 +558,7 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(monkeypatch: Any) -> N
     assert calls == ["before", ("_cuda_endAllocateToPool", 0, (0, 1)), ("_cuda_releasePool", 0, (0, 1))]
 
 
-@pytest.mark.parametrize("fastest", ["sequential", pytest.param("greedy", marks=SLOW)])
+@pytest.mark.parametrize("fastest", ["sequential", slow("greedy")])
 def test_plans_are_chosen_by_their_replays(fastest: str, monkeypatch: Any) -> None:
     """Whatever they take operator by operator; the graphs of the run are gone before, and nothing is left behind."""
     recorder = FakeRecorder()

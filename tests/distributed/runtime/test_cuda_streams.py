@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_cuda import FakeCuda
+from support.marks import slow
 from support.windows_on_fakes import CPU, MICROBATCHES, train_windows
 
 from hf_helix.config import AUTO, RULES
@@ -145,7 +146,7 @@ FAST = (
 """The fold is below."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in QUICK])
+@pytest.mark.parametrize("name", [slow(n, when=n not in FAST) for n in QUICK])
 def test_everything_is_in_order(name: str) -> None:
     check(QUICK[name])
 
@@ -293,7 +294,7 @@ WAITS: dict[str, tuple[Case, dict[str, int]]] = {
 FEW_WAITS = ("recomputed", "a pipeline", "a capacity", "dropless experts, recomputed")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FEW_WAITS)) for n in WAITS])
+@pytest.mark.parametrize("name", [slow(n, when=n not in FEW_WAITS) for n in WAITS])
 def test_how_often_the_host_waits_in_a_window(name: str) -> None:
     """Never in a dense model; once in a layer of dropless experts, which allocate by how many tokens go where."""
     case, expected = WAITS[name]

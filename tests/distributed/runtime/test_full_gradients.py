@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_cuda import FakeCuda
+from support.marks import slow
 from support.windows_on_fakes import one_rank, train_windows
 from transformers import AutoConfig
 
@@ -17,7 +18,7 @@ from hf_helix.runtime.gradients.reduce import FlatParameterGradients
 from hf_helix.runtime.streams import CpuStreams, CudaStreams
 
 SHARDED: dict[str, Any] = {"shard_parameters": True}
-PLANS = [pytest.param("sequential", marks=pytest.mark.slow), "greedy"]
+PLANS = [slow("sequential"), "greedy"]
 
 
 def most_full(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
@@ -45,7 +46,7 @@ def most_full(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("is_limited", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_limited", [True, slow(False)])
 def test_few_full_gradients_are_alive(is_limited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one micro-batch; without the limit, streams of a GPU hold all of them until the end of the window."""
     monkeypatch.setattr(CudaStreams, "holds_memory", is_limited)

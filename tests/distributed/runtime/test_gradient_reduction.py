@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support import jobs, pipeline_jobs
 from support.comparisons import compare_runs
+from support.marks import slow
 from support.models import llama, sequences
 from support.pipeline_jobs import batches_of, reference
 from support.pipeline_trainer_jobs import buckets_of, model_of, train, with_buckets
@@ -108,9 +109,8 @@ def reduced(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
-SLOW = pytest.mark.slow
 MORE = ((1, 2, 2), (1, 1, 3), (2, 2, 1), (1, 1, 4), (2, 2, 2))
-LAYOUTS = [(2, 1, 2), *(pytest.param(*sizes, marks=SLOW) for sizes in MORE)]
+LAYOUTS = [(2, 1, 2), *(slow(*sizes) for sizes in MORE)]
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), LAYOUTS)
@@ -152,9 +152,9 @@ def test_ranks_of_one_shard_have_the_same_bits(tp: int, pp: int, dp: int, reduce
     ("tp", "pp", "dp", "tied"),
     [
         *((2, 1, 2, False), (1, 2, 2, True)),
-        *(pytest.param(1, 2, 1, tied, marks=SLOW) for tied in (False, True)),
-        *(pytest.param(2, 2, 1, tied, marks=SLOW) for tied in (False, True)),
-        *(pytest.param(*s, marks=SLOW) for s in ((1, 2, 2, False), (2, 2, 2, False), (2, 2, 2, True))),
+        *(slow(1, 2, 1, tied) for tied in (False, True)),
+        *(slow(2, 2, 1, tied) for tied in (False, True)),
+        *(slow(*s) for s in ((1, 2, 2, False), (2, 2, 2, False), (2, 2, 2, True))),
     ],
 )
 def test_the_norm_is_that_of_the_whole_model(tp: int, pp: int, dp: int, tied: bool, reduced: Any) -> None:
@@ -171,10 +171,10 @@ def test_the_norm_is_that_of_the_whole_model(tp: int, pp: int, dp: int, tied: bo
     ("tp", "pp", "dp"),
     [
         (1, 1, 3),
-        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 1, 2), (1, 1, 4), (1, 2, 2), (2, 2, 2))),
+        *(slow(*sizes) for sizes in ((2, 1, 2), (1, 1, 4), (1, 2, 2), (2, 2, 2))),
     ],
 )
-@pytest.mark.parametrize("bucket_bytes", [SMALL, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bucket_bytes", [SMALL, slow(0)])
 def test_plans_and_schedules_give_the_same_bits(
     tp: int, pp: int, dp: int, bucket_bytes: int, cluster_of: Any, tmp_path: Path
 ) -> None:
@@ -199,7 +199,7 @@ def test_plans_and_schedules_give_the_same_bits(
 
 # Shares of the optimizer
 
-OPTIMIZERS = ["adamw_torch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adamw_torch_fused", "rmsprop"))]
+OPTIMIZERS = ["adamw_torch", *(slow(name) for name in ("adamw_torch_fused", "rmsprop"))]
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
@@ -228,7 +228,7 @@ UNEVEN: dict[str, dict[str, Any]] = {
     ("case", "pp"),
     [
         *(("last batch", 1), ("last window", 2)),
-        *(pytest.param(*each, marks=SLOW) for each in (("last batch", 2), ("last window", 1))),
+        *(slow(*each) for each in (("last batch", 2), ("last window", 1))),
     ],
 )
 def test_a_last_batch_that_does_not_divide(case: str, pp: int, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_a_last_batch_that_does_not_divide(case: str, pp: int, cluster_of: Any, 
         compare_runs(result, expected, steps=4)
 
 
-@pytest.mark.parametrize("streamed", [pytest.param(False, marks=SLOW), True], ids=["list", "stream"])
+@pytest.mark.parametrize("streamed", [slow(False), True], ids=["list", "stream"])
 def test_every_batch_goes_to_the_ranks_that_share_it(streamed: bool, cluster_of: Any, tmp_path: Path) -> None:
     """Two pipelines of two ranks, 40 samples, 5 steps of 2 x 2: an epoch, each sample once; as DDP deals them out."""
     job = {"folder": str(tmp_path), "count": 40, "streamed": streamed, "steps": 5}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.marks import slow
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (it registers the backend)
 
 from hf_helix.config import HelixConfig
@@ -78,9 +79,7 @@ def test_what_carries_the_hosts_memory_is_its_own_control_group(start: Any) -> N
         assert groups.control_group() is None
 
 
-@pytest.mark.parametrize(
-    "sizes", [pytest.param(each, marks=[pytest.mark.slow] * ("ep_size" not in each)) for each in LAYOUTS], ids=str
-)
+@pytest.mark.parametrize("sizes", [slow(each, when="ep_size" not in each) for each in LAYOUTS], ids=str)
 def test_groups_and_communicators_are_made_in_one_order(sizes: dict[str, int], start: Any, monkeypatch: Any) -> None:
     world = 2 * sizes["tp_size"] * sizes.get("pp_size", 1) * sizes.get("cp_size", 1)
     made: list[list[tuple[int, ...]]] = []  # by rank: the members of the groups it has called for

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.marks import slow
 from support.pipeline_jobs import trainer_of, window_of
 from support.pipeline_trainer_jobs import buckets_of, with_buckets
 
@@ -27,7 +28,7 @@ WAYS = (None, 0, 2, LAYERS + 2)
 """Units that hold weight gradients back: none with the last backward ordered like all others, none, some, all."""
 
 LAYOUTS: dict[str, dict[str, Any]] = {"dp2": {}, "cp2": {"cp_size": 2}}
-NAMES = ["dp2", pytest.param("cp2", marks=pytest.mark.slow)]
+NAMES = ["dp2", slow("cp2")]
 
 # What the ranks run
 

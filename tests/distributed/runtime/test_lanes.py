@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.comparisons import assert_same_bits
+from support.marks import slow
 from torch import Tensor
 
 from hf_helix.checkpoint.cut_parameters import full_parameter
@@ -96,7 +97,7 @@ def whole_over_host(cases: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> lis
     ("sizes", "schedules"),
     [
         ({"pp_size": 2}, ("folded_1f1b", "dualpipe_v")),
-        pytest.param({"pp_size": 2}, ("1f1b",), marks=pytest.mark.slow),
+        slow({"pp_size": 2}, ("1f1b",)),
         ({"cp_size": 2}, ("folded_1f1b",)),
         ({"tp_size": 2}, ("folded_1f1b",)),
     ],

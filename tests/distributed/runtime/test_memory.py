@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from support.marks import slow
 from support.models import VOCABULARY
 from support.pipeline_jobs import runner_of, trainer_of, window_of
 
 from hf_helix.measure.memory import peak_bytes
 from hf_helix.runtime.divided import plain_parameters
-
-SLOW = pytest.mark.slow
 
 LAYERS, LENGTH = 8, 128
 HEAD = 2 * LENGTH * VOCABULARY * 4
@@ -75,7 +74,7 @@ def at_work(one_strand: int, layer: float) -> float:
     return result
 
 
-@SLOW
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "plan"), TWO_STRANDS)
 def test_two_strands_keep_one_layer_more_than_one(
     schedule: str, plan: str, peaks: Any, one_strand: int, layer: float, at_work: float
@@ -84,7 +83,7 @@ def test_two_strands_keep_one_layer_more_than_one(
     assert max(first - HEAD, second) <= one_strand + layer + at_work
 
 
-@SLOW
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["sequential", "greedy"])
 def test_dualpipe_v_keeps_half_a_stage_more(
     plan: str, peaks: Any, one_strand: int, layer: float, at_work: float
@@ -94,15 +93,15 @@ def test_dualpipe_v_keeps_half_a_stage_more(
     assert max(first - HEAD, second) <= one_strand + (half + 1) * layer + at_work
 
 
-@SLOW
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "plan"), [*TWO_STRANDS, ("dualpipe_v", "greedy"), ("1f1b", "sequential")])
 def test_the_number_of_microbatches_does_not_enter(schedule: str, plan: str, peaks: Any, layer: float) -> None:
     few, many = peaks(schedule, plan), peaks(schedule, plan, count=MANY)
     assert all(abs(a - b) <= layer for a, b in zip(few, many, strict=True)), f"{few} {many}, a layer is {layer}"
 
 
-@pytest.mark.parametrize("plan", ["greedy", *(pytest.param(plan, marks=SLOW) for plan in ("round_robin", "dhelix"))])
-@pytest.mark.parametrize("layers", [5, pytest.param(4, marks=SLOW)])
+@pytest.mark.parametrize("plan", ["greedy", *(slow(plan) for plan in ("round_robin", "dhelix"))])
+@pytest.mark.parametrize("layers", [5, slow(4)])
 def test_two_strands_on_one_stage(plan: str, layers: int, peaks: Any) -> None:
     def most(plan: str, layers: int) -> int:
         return max(peaks("folded_1f1b", plan, layers, 3, "tp"))

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from support.marks import slow
 from support.pipeline_jobs import runner_of, trainer_of, window_of
 
 from hf_helix.measure.memory import memory_limit, operator_memory, peak_bytes
@@ -73,7 +74,7 @@ def measured(folder: str, recompute: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recompute", ["none", slow("full")])
 def test_predictions_are_counted_and_kept_to(recompute: str, cluster_of: Any, tmp_path: Any) -> None:
     for result in cluster_of(2).run(measured, folder=str(tmp_path), recompute=recompute):
         for name in NAMES:  # two strands, which are predicted, hold a layer more than the counted strand
@@ -91,7 +92,7 @@ def test_auto_without_a_measurement_puts_nothing_off_where_memory_is_limited() -
     assert Scheduler("auto", 4)(4) not in [build_schedule(each, 4, 4) for each in NAMES]
 
 
-@pytest.mark.parametrize("option", ["shard_optimizer", pytest.param("shard_parameters", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("option", ["shard_optimizer", slow("shard_parameters")])
 def test_full_gradients_of_sharded_weights_take_memory(option: str, cluster_of: Any, tmp_path: Any) -> None:
     """Of each parameter: a shard with its gradient and states (16 bytes over the ranks), the full gradient (4), and the
     full weights of ZeRO-1 (4)."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from support.marks import slow
 from support.pipeline_jobs import Step, runner_of, steps_of, trainer_of, window_of
 from support.schedules import live_activations, start_times, text
 
@@ -112,7 +113,7 @@ def _kept_by(step: Step) -> tuple[int, str, str]:
     return microbatch, unit, operator if part == "F" else operator.removesuffix(".I").removesuffix(".W")
 
 
-SIZES = [pytest.param(size, count, marks=[pytest.mark.slow] * (size > 2)) for size in COUNTS for count in COUNTS[size]]
+SIZES = [slow(size, count, when=size > 2) for size in COUNTS for count in COUNTS[size]]
 """Pipelines of two ranks and, in slow runs, of four, with counts of micro-batches."""
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.jobs import make_trainer
+from support.marks import slow
 from support.models import llama
 from support.pipeline_jobs import make, runner_of, window_of
 from support.pipeline_trainer_jobs import PADDED, train
@@ -48,16 +49,13 @@ def long_sequence(folder: str, helix: dict[str, Any], model: dict[str, Any], len
 MODEL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("ranks", "helix"),
     [
         (2, {"cp_size": 2}),
-        pytest.param(2, {"cp_size": 2, "cp_method": "all_gather"}, marks=SLOW),
-        pytest.param(4, {"cp_size": 2, "tp_size": 2}, marks=SLOW),
-        pytest.param(4, {"cp_size": 2, "pp_size": 2}, marks=SLOW),
+        slow(2, {"cp_size": 2, "cp_method": "all_gather"}),
+        slow(4, {"cp_size": 2, "tp_size": 2}),
+        slow(4, {"cp_size": 2, "pp_size": 2}),
     ],
     ids=str,
 )
@@ -65,7 +63,7 @@ def test_training_equals_the_stock_trainer(ranks: int, helix: dict[str, Any], li
     like_stock(ranks, {**helix, "cache": False}, train, **PADDED)
 
 
-@SLOW
+@pytest.mark.slow
 def test_data_parallel_ranks_beside_it(like_stock: Any) -> None:
     """Against the stock Trainer on two processes (DDP)."""
     training = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.3, "per_device_eval_batch_size": 1}
@@ -85,7 +83,7 @@ def measured(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
-@SLOW
+@pytest.mark.slow
 def test_activations_shrink_with_the_number_of_ranks(measured: Any) -> None:
     whole, half, quarter = (max(rank["peak"] for rank in measured(cp, "ring")) for cp in (1, 2, 4))
     assert half < 0.6 * whole
@@ -94,7 +92,7 @@ def test_activations_shrink_with_the_number_of_ranks(measured: Any) -> None:
 
 @pytest.mark.parametrize(
     ("method", "cp"),
-    [("ring", 4), ("all_gather", 2), *(pytest.param(*case, marks=SLOW) for case in (("ring", 2), ("all_gather", 4)))],
+    [("ring", 4), ("all_gather", 2), *(slow(*case) for case in (("ring", 2), ("all_gather", 4)))],
 )
 def test_traffic_is_that_of_the_formula(method: str, cp: int, measured: Any) -> None:
     """Of keys and values, with kv heads only, c-1 steps forward; backward as many again, and as many for gradients."""
@@ -119,7 +117,7 @@ def test_a_family_without_shared_attention_is_named() -> None:
         Plain().check_context(llama())
 
 
-@SLOW
+@pytest.mark.slow
 def test_a_sequence_of_32k_tokens(cluster_of: Any, tmp_path: Path) -> None:
     model = {"num_hidden_layers": 1, "max_position_embeddings": 32768}
     helix = {"cp_size": 2, "plan": "greedy"}  # measuring pairs of such blocks takes minutes

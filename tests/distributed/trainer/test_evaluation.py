@@ -7,6 +7,7 @@ import pytest
 from support.comparisons import compare_predictions
 from support.derived_models import HOME
 from support.jobs import predict
+from support.marks import slow
 
 # -- the tests --------------------------------------------------------------------------------------------------------
 
@@ -30,7 +31,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "pp2 dp2": (4, {"pp_size": 2, "schedule": "folded_1f1b"}, ("lengths differ",)),
     "pp2 tp2 dp2": (8, {"pp_size": 2, "tp_size": 2, "schedule": "dualpipe_v"}, ()),
 }
-SLOW = pytest.mark.slow
 
 
 def model_for(layout: str, **changes: Any) -> dict[str, Any]:
@@ -40,11 +40,7 @@ def model_for(layout: str, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("case", "layout"),
-    [
-        pytest.param(case, layout, marks=() if case in quick else SLOW)
-        for layout, (_, _, quick) in LAYOUTS.items()
-        for case in PREDICTIONS
-    ],
+    [slow(case, layout, when=case not in quick) for layout, (_, _, quick) in LAYOUTS.items() for case in PREDICTIONS],
 )
 def test_predict_and_evaluate(case: str, layout: str, cluster_of: Any, tmp_path: Path) -> None:
     """Logits of every sample once and in order, on every rank, also where the last batch is filled up."""
@@ -57,7 +53,7 @@ def test_predict_and_evaluate(case: str, layout: str, cluster_of: Any, tmp_path:
         compare_predictions(result, expected, with_loss="dp" not in layout)
 
 
-@SLOW
+@pytest.mark.slow
 def test_predictions_of_a_derived_model(cluster_of: Any, tmp_path: Path) -> None:
     """Whose logits are capped."""
     model = {"family": f"{HOME}gemma2", "num_hidden_layers": 2}

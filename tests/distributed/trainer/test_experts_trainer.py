@@ -11,6 +11,7 @@ from invariant.classes import Case
 from invariant.harness import check
 from support.comparisons import assert_same_bits
 from support.derived_models import HOME
+from support.marks import slow
 from support.models import arguments
 from support.parity import KINDS, compare_window
 from support.pipeline_jobs import batches_of, make, reference, runner_of, whole_gradients, window_of
@@ -114,8 +115,8 @@ CASE = {
     ("ranks", "helix"),
     [
         (2, {"ep_size": 2, "cache": False}),  # chooses its plan by measuring
-        pytest.param(4, {"ep_size": 2, "tp_size": 2, "plan": "greedy"}, marks=pytest.mark.slow),
-        pytest.param(4, {"ep_size": 2, "pp_size": 2, "plan": "dhelix"}, marks=pytest.mark.slow),
+        slow(4, {"ep_size": 2, "tp_size": 2, "plan": "greedy"}),
+        slow(4, {"ep_size": 2, "pp_size": 2, "plan": "dhelix"}),
     ],
     ids=str,
 )
@@ -142,12 +143,12 @@ DERIVED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "ranks", "helix"),
     [
-        pytest.param("qwen2_moe", 2, {"ep_size": 2}, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", 2, {"tp_size": 2}, marks=pytest.mark.slow),
-        pytest.param("qwen2_moe", 2, {"tp_size": 2}, marks=pytest.mark.slow),
-        pytest.param("qwen2_moe", 2, {"pp_size": 2}, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", 2, {"ep_size": 2}, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", 4, {"tp_size": 2, "pp_size": 2}, marks=pytest.mark.slow),
+        slow("qwen2_moe", 2, {"ep_size": 2}),
+        slow("gpt_oss", 2, {"tp_size": 2}),
+        slow("qwen2_moe", 2, {"tp_size": 2}),
+        slow("qwen2_moe", 2, {"pp_size": 2}),
+        slow("gpt_oss", 2, {"ep_size": 2}),
+        slow("gpt_oss", 4, {"tp_size": 2, "pp_size": 2}),
     ],
     ids=str,
 )
@@ -171,8 +172,8 @@ def test_routers_without_a_balance_are_counted_as_well(like_stock: Any) -> None:
     [
         (1, {}),
         (2, {"ep_size": 2}),
-        pytest.param(4, {"ep_size": 4}, marks=pytest.mark.slow),
-        pytest.param(4, {"ep_size": 2, "pp_size": 2}, marks=pytest.mark.slow),
+        slow(4, {"ep_size": 4}),
+        slow(4, {"ep_size": 2, "pp_size": 2}),
     ],
     ids=str,
 )
@@ -199,7 +200,7 @@ def test_with_a_capacity_experts_drop_what_a_plain_loop_drops(
 
 
 @pytest.mark.parametrize("layout", ["dp2+ep2", "tp2"])
-@pytest.mark.parametrize("kind", ["left", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k != "left")])
+@pytest.mark.parametrize("kind", ["left", *(slow(k) for k in KINDS if k != "left")])
 def test_with_room_for_all_nothing_changes(layout: str, kind: str, cluster_of: Any, tmp_path: Path) -> None:
     """Static shapes, and padding that takes no place, against the unsplit model."""
     case = Case("phimoe with room", BALANCED, layout, kind, options={"expert_capacity_factor": 2.0})

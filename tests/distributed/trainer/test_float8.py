@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.jobs import train
+from support.marks import slow
 from support.pipeline_jobs import batches_of, reference, windows
 from torch import Tensor, nn
 
@@ -105,8 +106,8 @@ def test_one_rank_is_the_stock_model_in_fp8(cluster_of: Any, tmp_path: Path, rec
     assert "not in fp8: 1 (the head or a router); emulated on this CPU" in said
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("layout", ["tp2", pytest.param("pp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["tensorwise", slow("rowwise")])
+@pytest.mark.parametrize("layout", ["tp2", slow("pp2")])
 def test_two_ranks_are_one(cluster_of: Any, tmp_path: Path, layout: str, recipe: str) -> None:
     (found, _), wanted = run(cluster_of(2), tmp_path, float8=recipe, **LAYOUTS[layout]), expected(recipe)
     assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-6)

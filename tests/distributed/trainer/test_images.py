@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.image_jobs import KINDS, collate, follow, model_of, rows_of, trainer_of
+from support.marks import slow
 
 MASKED = ("Gemma3", "PaliGemma")  # their code makes masks of images
 LAYOUTS: list[dict[str, Any]] = [{"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}]
@@ -45,7 +46,7 @@ def compare(cluster_of: Any, folder: Path, kind: str, helix: dict[str, Any], **o
 @pytest.mark.parametrize(
     ("kind", "helix"),
     [
-        pytest.param(kind, helix, marks=[] if (kind, helix) == ("Qwen2_5_VL", LAYOUTS[0]) else pytest.mark.slow)
+        slow(kind, helix, when=(kind, helix) != ("Qwen2_5_VL", LAYOUTS[0]))
         for kind, helix in itertools.product(KINDS, LAYOUTS)
         if kind not in MASKED or helix != {"cp_size": 2}
     ],

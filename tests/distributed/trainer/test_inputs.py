@@ -12,6 +12,7 @@ from support import jobs
 from support.derived_models import HOME
 from support.jobs import build
 from support.loop_jobs import made, stock_window
+from support.marks import slow
 from support.models import VOCABULARY, llama, sequences, tiny
 from transformers import DataCollatorWithFlattening
 
@@ -179,7 +180,7 @@ def compare(result: dict[str, Any], wanted: dict[str, Any]) -> None:
                 assert mine[name] == pytest.approx(stock[name], rel=1e-4, abs=1e-5, nan_ok=True), stock["step"]
 
 
-@pytest.mark.parametrize("filtered", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("filtered", [True, slow(False)])
 def test_windows_without_labels(filtered: bool, cluster_of: Any, tmp_path: Path) -> None:
     """Their loss is 0 / 0, which is left out of the logs by default, and their gradient is zero."""
     changes = {"logging_nan_inf_filter": filtered}
@@ -215,7 +216,7 @@ def test_a_loop(cluster_of: Any) -> None:
                     assert word in said
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param(f"{HOME}gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", slow(f"{HOME}gemma3")])
 def test_rows_that_are_joined_without_padding(family: str, cluster_of: Any, tmp_path: Path) -> None:
     """By the collator of Transformers: one row a batch, whose documents begin where positions do."""
     rows = [{key: row[key].tolist() for key in row} for row in sequences(12, lengths=(9, 14, 5))]

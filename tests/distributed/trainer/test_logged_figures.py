@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.jobs import make_trainer
+from support.marks import slow
 from support.models import llama
 from support.tuning_jobs import hasty
 from transformers import TrainerCallback
@@ -97,12 +98,11 @@ SPEED = {"helix/tokens_per_second", "helix/tflops_per_device"}
     ("helix", "model", "said"),
     [
         ({"tp_size": 2}, {}, "LlamaForCausalLM (declared) on tp 2; first plan greedy (plan=auto), CUDA graphs off"),
-        pytest.param(
+        slow(
             {"shard_parameters": True, "plan": "sequential"},
             {"family": "gpt_neox"},
             "GPTNeoXForCausalLM (derived) on dp 2, shard_parameters=True; first plan sequential (plan=sequential), "
             "CUDA graphs off",
-            marks=pytest.mark.slow,
         ),
         (
             {"pp_size": 2, "recompute": "full"},
@@ -194,7 +194,7 @@ def test_logs_of_a_plan_that_needs_no_measurement(cluster_of: Any, tmp_path: Pat
     assert hidden < first["overlap"]["bytes_moved"] < 1.2 * hidden
 
 
-@pytest.mark.parametrize("helix", [{"cp_size": 2}, pytest.param({}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("helix", [{"cp_size": 2}, slow({})], ids=str)
 def test_a_trace_has_the_sums_of_gradients(helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
     """Of ranks that see other tokens, be they of other sequences or of the same."""
     path, options = tmp_path / "trace.json", {"tp_size": 1, "plan": "greedy", **helix}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.jobs import build
+from support.marks import slow
 from support.models import sequences, tiny
 
 LENGTH = 18
@@ -42,9 +43,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("case", "name"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str
-)
+@pytest.mark.parametrize(("case", "name"), [*CASES, *(slow(*case) for case in SLOW)], ids=str)
 def test_masks_of_every_kind(
     case: tuple[dict[str, Any], bool], name: str, cluster_of: Any, stock: Any, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import jobs
 from support.comparisons import assert_same, stored
+from support.marks import slow
 from support.resume_jobs import make
 
 from hf_helix.config import OFFLOADS
@@ -15,7 +16,6 @@ from hf_helix.operators.zero.zero1 import zero1_flat_parameters
 from hf_helix.runtime.divided import plain_parameters
 
 JOB = "support.resume_jobs:run"
-SLOW = pytest.mark.slow
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp_size": 2},
     "pp2": {"pp_size": 2},
@@ -72,7 +72,7 @@ def cases() -> list[Any]:
     quick = ("shard_parameters", PARAMETERS, {"training": BF16})
     two = [layout for layout in LAYOUTS if layout not in FOUR]
     plain_sgd = {"training": {"optim": "sgd", "max_grad_norm": 0.0}}
-    slow: list[tuple[str, str, dict[str, Any]]] = [
+    every: list[tuple[str, str, dict[str, Any]]] = [
         *((layout, kind, {"training": BF16}) for layout in LAYOUTS for kind in OFFLOADS),
         *((layout, kind, {}) for layout in two for kind in OFFLOADS),
         *((layout, kind, {"training": BF16, **TIED}) for layout in ("pp2", "pp4") for kind in OFFLOADS),
@@ -85,12 +85,10 @@ def cases() -> list[Any]:
         ("shard_parameters", PARAMETERS, FROZEN),
         ("pp2", PARAMETERS, {"helix": {"plan": "sequential", "schedule": "1f1b"}}),
     ]
-    slow = [
-        case for case in slow if case != quick and not (case[0].endswith("shard_optimizer") and case[1] == PARAMETERS)
-    ]
     return [
-        pytest.param(*quick, id=str(quick)),
-        *(pytest.param(*case, id=str(case), marks=SLOW) for case in slow),
+        slow(layout, kind, options, when=(layout, kind, options) != quick, id=str((layout, kind, options)))
+        for layout, kind, options in every
+        if not (layout.endswith("shard_optimizer") and kind == PARAMETERS)
     ]
 
 
@@ -110,7 +108,7 @@ def test_a_run_has_the_bits_of_the_run_without(
     assert_same_weights(tmp_path / kind, tmp_path / "None")
 
 
-@SLOW
+@pytest.mark.slow
 def test_an_optimizer_is_fused_where_its_default_is_a_loop(cluster_of: Any, tmp_path: Path) -> None:
     """Adagrad has states before its first step; they are cut as without."""
     options = {"training": {"optim": "adagrad"}}
@@ -125,17 +123,17 @@ def test_an_optimizer_is_fused_where_its_default_is_a_loop(cluster_of: Any, tmp_
     ("first", "offloads", "second", "then", "exactly"),
     [
         ("pp2", OPTIMIZER, "pp2", None, True),
-        pytest.param("pp2", None, "pp2", OPTIMIZER, True, marks=SLOW),
-        pytest.param("pp2", OPTIMIZER, "pp2", OPTIMIZER, True, marks=SLOW),
-        pytest.param("tp2", OPTIMIZER, "tp2", None, True, marks=SLOW),
-        pytest.param("shard_optimizer", OPTIMIZER, "shard_parameters", OPTIMIZER, False, marks=SLOW),
-        pytest.param("dp2", OPTIMIZER, "shard_optimizer", None, False, marks=SLOW),
-        pytest.param("pp2", OPTIMIZER, "tp2", None, False, marks=SLOW),
-        pytest.param("tp2", None, "pp2", OPTIMIZER, False, marks=SLOW),
-        pytest.param("tp2", PARAMETERS, "tp2", None, True, marks=SLOW),
-        pytest.param("pp2", OPTIMIZER, "pp2", PARAMETERS, True, marks=SLOW),
-        pytest.param("pp2", PARAMETERS, "tp2", PARAMETERS, False, marks=SLOW),
-        pytest.param("shard_parameters", PARAMETERS, "dp2", PARAMETERS, False, marks=SLOW),
+        slow("pp2", None, "pp2", OPTIMIZER, True),
+        slow("pp2", OPTIMIZER, "pp2", OPTIMIZER, True),
+        slow("tp2", OPTIMIZER, "tp2", None, True),
+        slow("shard_optimizer", OPTIMIZER, "shard_parameters", OPTIMIZER, False),
+        slow("dp2", OPTIMIZER, "shard_optimizer", None, False),
+        slow("pp2", OPTIMIZER, "tp2", None, False),
+        slow("tp2", None, "pp2", OPTIMIZER, False),
+        slow("tp2", PARAMETERS, "tp2", None, True),
+        slow("pp2", OPTIMIZER, "pp2", PARAMETERS, True),
+        slow("pp2", PARAMETERS, "tp2", PARAMETERS, False),
+        slow("shard_parameters", PARAMETERS, "dp2", PARAMETERS, False),
     ],
 )
 def test_a_run_goes_on_with_it_and_without_it(
@@ -183,13 +181,13 @@ def test_one_process_steps_on_its_host(tmp_path: Path) -> None:
     ("layout", "options"),
     [
         ("pp2", {"training": BF16}),
-        pytest.param("tp2", {"helix": {"plan": "sequential"}}, marks=SLOW),
-        pytest.param("pp2", {"helix": {"plan": "round_robin", "schedule": "1f1b"}}, marks=SLOW),
-        pytest.param("pp2", {"helix": {"plan": "dhelix", "schedule": "dualpipe_v"}}, marks=SLOW),
-        pytest.param("shard_parameters", {"training": BF16}, marks=SLOW),
-        *(pytest.param(layout, {}, marks=SLOW) for layout in ("ep2", "tp2 pp2", "pp4", "pp2 shard_parameters")),
-        pytest.param("pp4", TIED, marks=SLOW),
-        pytest.param("tp2", {"helix": TUNED}, marks=SLOW),
+        slow("tp2", {"helix": {"plan": "sequential"}}),
+        slow("pp2", {"helix": {"plan": "round_robin", "schedule": "1f1b"}}),
+        slow("pp2", {"helix": {"plan": "dhelix", "schedule": "dualpipe_v"}}),
+        slow("shard_parameters", {"training": BF16}),
+        *(slow(layout, {}) for layout in ("ep2", "tp2 pp2", "pp4", "pp2 shard_parameters")),
+        slow("pp4", TIED),
+        slow("tp2", {"helix": TUNED}),
     ],
     ids=str,
 )
@@ -213,7 +211,7 @@ def test_the_device_keeps_no_weights_between_windows(tmp_path: Path) -> None:
         assert all(flat.unsharded is None for flat in trainer.helix.runner.rank_units.flat_parameters)
 
 
-@SLOW
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "kind"), [("tp2", OPTIMIZER), ("tp2", PARAMETERS), ("pp2", PARAMETERS), ("shard_parameters", PARAMETERS)]
 )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.jobs import build
+from support.marks import slow
 from support.models import llama
 
 STEPS, SAVED = 6, 3
@@ -149,9 +150,9 @@ MADE = {"Muon": torch.optim.Muon, "Signs": Signs, "Normed": Normed, "Mistaken": 
 @pytest.mark.parametrize(
     ("optim", "layout"),
     [
-        pytest.param("Muon", "pp2", marks=pytest.mark.slow),
+        slow("Muon", "pp2"),
         ("Signs", "tp2"),
-        pytest.param("Normed", "pp2", marks=pytest.mark.slow),
+        slow("Normed", "pp2"),
     ],
 )
 def test_a_class_says_what_it_reads(optim: str, layout: str, cluster_of: Any, tmp_path: Path) -> None:

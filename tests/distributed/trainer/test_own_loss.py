@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.marks import slow
 from support.models import SMALL, arguments, llama, tiny
 from torch import Tensor
 from torch.nn import functional
@@ -194,9 +195,7 @@ FAR = {"model_init, bf16": (2e-2, 2e-2), "a cosine head": (1e-4, 1e-4)}
 """How far figures may be away, and weights, where it is more than usual."""
 
 
-@pytest.mark.parametrize(
-    ("kind", "helix"), [("focal", TP), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str
-)
+@pytest.mark.parametrize(("kind", "helix"), [("focal", TP), *(slow(*case) for case in SLOW)], ids=str)
 def test_as_the_stock_trainer(kind: str, helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
     wanted, (rel, near) = follow(str(tmp_path / "stock"), None, kind), FAR.get(kind, (1e-4, 2e-5))
     for result in cluster_of(2).run(follow, folder=str(tmp_path / "helix"), helix=helix, kind=kind):

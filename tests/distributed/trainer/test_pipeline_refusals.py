@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support import jobs
+from support.marks import slow
 from support.models import llama, sequences
 from support.pipeline_trainer_jobs import model_of, train
 
@@ -132,7 +133,7 @@ def test_windows_of_other_lengths(helix: dict[str, Any], cluster_of: Any, tmp_pa
 
 @pytest.mark.parametrize(
     ("processes", "helix", "counts"),
-    [(2, {}, [2, 3]), pytest.param(4, PIPE, [2, 2, 3, 3], marks=pytest.mark.slow)],
+    [(2, {}, [2, 3]), slow(4, PIPE, [2, 2, 3, 3])],
     ids=str,
 )
 def test_a_dataset_that_ends_early_on_some_ranks(

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 from support import pipeline_trainer_jobs as jobs
+from support.marks import slow
 
 GREEDY = {"plan": "greedy"}
-SLOW = pytest.mark.slow
 
 # What the pipeline runs, and what both trainers run.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -47,9 +47,9 @@ SOME = ("w, tied, padded left, last window shorter", "dualpipe_v, untied, fewer 
 @pytest.mark.parametrize(
     ("case", "tp", "dp"),
     [
-        *(pytest.param(case, 1, 1, marks=() if case in SOME else SLOW) for case in CASES),
-        *(pytest.param(case, tp, dp, marks=SLOW) for case in CASES for tp, dp in ((2, 1), (1, 2))),
-        *(pytest.param(case, 2, 2, marks=SLOW) for case in CASES if "by hand" not in case),
+        *(slow(case, 1, 1, when=case not in SOME) for case in CASES),
+        *(slow(case, tp, dp) for case in CASES for tp, dp in ((2, 1), (1, 2))),
+        *(slow(case, 2, 2) for case in CASES if "by hand" not in case),
     ],
 )
 def test_pipelines_equal_the_stock_trainer(case: str, tp: int, dp: int, like_stock: Any) -> None:
@@ -65,14 +65,14 @@ HALVES = (1, 1, 1.5, 1.5, 1, 1, 1, 1)
 @pytest.mark.parametrize(
     ("ranks", "options", "case"),
     [
-        pytest.param(4, {"pp_size": 4}, {"model": TIED, "training": {"gradient_accumulation_steps": 5}}, marks=SLOW),
-        pytest.param(4, {"pp_size": 4}, {"model": {"num_hidden_layers": 8}}, marks=SLOW),
-        pytest.param(4, {"pp_size": 4, "layers_per_stage": HALVES}, {"model": {"num_hidden_layers": 9}}, marks=SLOW),
-        pytest.param(2, {"layers_per_stage": (1.5, 1, 1.5, 1)}, {"model": {"num_hidden_layers": 5}}, marks=SLOW),
-        pytest.param(4, {"shard_optimizer": True}, jobs.PADDED, marks=SLOW),
+        slow(4, {"pp_size": 4}, {"model": TIED, "training": {"gradient_accumulation_steps": 5}}),
+        slow(4, {"pp_size": 4}, {"model": {"num_hidden_layers": 8}}),
+        slow(4, {"pp_size": 4, "layers_per_stage": HALVES}, {"model": {"num_hidden_layers": 9}}),
+        slow(2, {"layers_per_stage": (1.5, 1, 1.5, 1)}, {"model": {"num_hidden_layers": 5}}),
+        slow(4, {"shard_optimizer": True}, jobs.PADDED),
         (4, {"shard_parameters": True, "recompute": "selective"}, {"model": {"tie_word_embeddings": True}}),
-        pytest.param(2, {"offload": "optimizer"}, {}, marks=SLOW),
-        pytest.param(2, {}, {"training": {"label_smoothing_factor": 0.1}}, marks=SLOW),
+        slow(2, {"offload": "optimizer"}, {}),
+        slow(2, {}, {"training": {"label_smoothing_factor": 0.1}}),
     ],
     ids=str,
 )

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from support.comparisons import is_close, plain
 from support.jobs import build
+from support.marks import slow
 from support.models import sequences, tiny
 from torch.utils.data import default_collate
 from transformers import Trainer, TrainerCallback
@@ -27,11 +28,11 @@ Helix = dict[str, Any] | None
 PIPELINE = {"pp_size": 2, "schedule": "1f1b"}
 LAYOUTS = [
     ({"tp_size": 2}, 1),
-    pytest.param({"shard_parameters": True}, 2, marks=pytest.mark.slow),
-    pytest.param(PIPELINE, 1, marks=pytest.mark.slow),
-    pytest.param({"cp_size": 2}, 1, marks=pytest.mark.slow),
-    pytest.param({"shard_optimizer": True}, 2, marks=pytest.mark.slow),
-    pytest.param({}, 2, marks=pytest.mark.slow),
+    slow({"shard_parameters": True}, 2),
+    slow(PIPELINE, 1),
+    slow({"cp_size": 2}, 1),
+    slow({"shard_optimizer": True}, 2),
+    slow({}, 2),
 ]
 
 
@@ -128,8 +129,8 @@ class DecidesInWindows(Decides):
 DECISIONS: list[Any] = [
     (("step_end", "should_save"), ("step_end", "should_evaluate"), ("step_end", "should_log")),
     (("step_end", "should_epoch_stop"),),
-    pytest.param((("step_end", "should_training_stop"),), marks=pytest.mark.slow),
-    pytest.param((("step_begin", "should_training_stop"),), marks=pytest.mark.slow),
+    slow((("step_end", "should_training_stop"),)),
+    slow((("step_begin", "should_training_stop"),)),
     (("substep_end", "should_training_stop"),),
     (("log", "should_evaluate"), ("evaluate", "should_save"), ("save", "should_training_stop")),  # one leads to another
 ]
@@ -206,10 +207,10 @@ def losses_by_step(folder: str, helix: Helix) -> list[tuple[int, float]]:
     return [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("helix", [{"tp_size": 2}, pytest.param(PIPELINE, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("helix", [{"tp_size": 2}, slow(PIPELINE)], ids=str)
 @pytest.mark.parametrize(
     ("of_ones_own", "ranks"),
-    [(False, [1]), (True, [1]), pytest.param(False, [0, 1], marks=pytest.mark.slow)],
+    [(False, [1]), (True, [1]), slow(False, [0, 1])],
     ids=["enable_jit_checkpoint", "a handler", "enable_jit_checkpoint, on all ranks"],
 )
 def test_preemption(

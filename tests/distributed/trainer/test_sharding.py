@@ -13,6 +13,7 @@ from support import jobs
 from support.at_once import collectives_at_once
 from support.comparisons import compare_runs, compare_weights
 from support.derived_models import HOME
+from support.marks import slow
 from support.models import tiny
 from support.pipeline_jobs import make, runner_of, window_of
 from support.tuning_jobs import hasty
@@ -45,7 +46,6 @@ BIASED = {"attention_bias": True, "mlp_bias": True}
 FROZEN = {"freeze": ["model.layers.1.mlp.up_proj.weight"]}
 MIXTRAL, PHIMOE = {"family": "mixtral"}, {"family": "phimoe"}
 SCHEDULE_FREE = {**CLIPPED, "optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "save_strategy": "epoch"}
-SLOW = pytest.mark.slow
 
 # -- in the processes of a cluster: `sharded` are the options that are tested ------------------------------------------
 
@@ -449,7 +449,7 @@ QUICK = {
 @pytest.mark.parametrize(
     ("sharded", "case"),
     [
-        pytest.param(sharded, case, id=f"{option}, {name}", marks=[SLOW] * (name not in QUICK[option]))
+        slow(sharded, case, when=name not in QUICK[option], id=f"{option}, {name}")
         for option, sharded, cases in (
             ("shard_optimizer", OPTIMIZER, OF_OPTIMIZER),
             ("shard_parameters", PARAMETERS, OF_PARAMETERS),
@@ -526,7 +526,7 @@ OF_ONE = [
 @pytest.mark.parametrize(
     ("option", "case"),
     [
-        pytest.param(option, case, id=f"{option}, {name}", marks=[SLOW] * (name != "llama"))
+        slow(option, case, when=name != "llama", id=f"{option}, {name}")
         for option, name, case in (
             *((option, *each) for option in ("shard_optimizer", "shard_parameters") for each in TRAININGS.items()),
             *OF_ONE,
@@ -539,7 +539,7 @@ def test_training_equals_stock_data_parallelism(option: str, case: Any, like_sto
     like_stock(ranks, {option: True, "cache": False, "plan": "greedy", **helix}, **options)
 
 
-@SLOW
+@pytest.mark.slow
 @pytest.mark.parametrize("helix", [{}, {"tp_size": 2}], ids=str)
 @pytest.mark.parametrize("sharded", [OPTIMIZER, PARAMETERS], ids=["shard_optimizer", "shard_parameters"])
 def test_training_in_bf16_is_that_without_sharding(
@@ -569,7 +569,7 @@ def test_training_in_bf16_is_that_without_sharding(
         assert torch.equal(saved[name], value), name
 
 
-@SLOW
+@pytest.mark.slow
 @since("5.19", "a Trainer that does not wrap in DDP what Transformers has spread with FSDP2")
 @pytest.mark.parametrize(("precision", "factor"), [({}, 1), ({**BF16, **SGD}, 20)], ids=str)
 def test_training_equals_stock_fsdp(precision: dict[str, Any], factor: float, cluster_of: Any, tmp_path: Path) -> None:
@@ -583,7 +583,7 @@ def test_training_equals_stock_fsdp(precision: dict[str, Any], factor: float, cl
     compare_weights(mine, fsdp, factor)
 
 
-@pytest.mark.parametrize("training", [{}, pytest.param(BF16, marks=SLOW)], ids=str)
+@pytest.mark.parametrize("training", [{}, slow(BF16)], ids=str)
 def test_gathers_are_measured(training: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
     """Each has a time, and the bytes that a rank sends of its part; nothing else changes."""
     job = {"folder": str(tmp_path), "sharded": OPTIMIZER, "training": training}
@@ -595,7 +595,7 @@ def test_gathers_are_measured(training: dict[str, Any], cluster_of: Any, tmp_pat
         assert not result["left"]
 
 
-@SLOW
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "sharded"),
     [(4, {**OPTIMIZER, "tp_size": 2}), (2, PARAMETERS)],
@@ -618,7 +618,7 @@ def test_plans_are_made_of_measured_gathers(
         assert not result["left"]
 
 
-@pytest.mark.parametrize("training", [pytest.param({}, marks=SLOW), BF16], ids=str)
+@pytest.mark.parametrize("training", [slow({}), BF16], ids=str)
 def test_evaluation_has_the_weights_that_were_stepped(
     training: dict[str, Any], cluster_of: Any, tmp_path: Path
 ) -> None:
@@ -664,8 +664,8 @@ KEEPING = [
     (OPTIMIZER, 2, {}, {}),
     (OPTIMIZER, 2, {}, BF16),
     (PARAMETERS, 2, {}, {}),
-    *(pytest.param(OPTIMIZER, 4, helix, BF16, marks=SLOW) for helix in ({}, {"tp_size": 2})),
-    *(pytest.param(PARAMETERS, *case, marks=SLOW) for case in ((2, {}, BF16), (4, {}, {}), (4, {"tp_size": 2}, BF16))),
+    *(slow(OPTIMIZER, 4, helix, BF16) for helix in ({}, {"tp_size": 2})),
+    *(slow(PARAMETERS, *case) for case in ((2, {}, BF16), (4, {}, {}), (4, {"tp_size": 2}, BF16))),
 ]
 
 
@@ -698,7 +698,7 @@ def test_a_rank_keeps_its_part(
         assert rank["spared"] == 12 * sum(lengths) - kept - 2 * part
 
 
-@pytest.mark.parametrize("training", [pytest.param({}, marks=SLOW), BF16], ids=str)
+@pytest.mark.parametrize("training", [slow({}), BF16], ids=str)
 def test_the_memory_of_a_window(training: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
     """Beside what a window takes that keeps its gradients all the time: the gradients, those that are being summed once
     more, and the summed parts. With bf16, products need no copies of the weights."""
@@ -712,7 +712,7 @@ def test_the_memory_of_a_window(training: dict[str, Any], cluster_of: Any, tmp_p
         assert mine["window"] <= other["window"] + everything * 3 / 2 + 2 * largest - 0.9 * halves
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=SLOW)])
+@pytest.mark.parametrize("ranks", [2, slow(4)])
 @pytest.mark.parametrize("training", [{}, BF16], ids=str)
 @pytest.mark.parametrize("count", [1, 3])
 def test_what_a_window_sends_once_at_its_end(
@@ -730,8 +730,8 @@ def test_what_a_window_sends_once_at_its_end(
         )
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=SLOW)])
-@pytest.mark.parametrize(("training", "count"), [(BF16, 2), pytest.param({}, 2, marks=SLOW)], ids=str)
+@pytest.mark.parametrize("ranks", [2, slow(4)])
+@pytest.mark.parametrize(("training", "count"), [(BF16, 2), slow({}, 2)], ids=str)
 @pytest.mark.parametrize("sharded", [PARAMETERS, OFTEN], ids=["once", "often"])
 def test_what_a_window_sends_for_every_micro_batch(
     ranks: int, training: dict[str, Any], count: int, sharded: dict[str, Any], cluster_of: Any, tmp_path: Path

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from support.comparisons import is_close, plain
 from support.derived_models import HOME, gemma2
 from support.jobs import Recorder, Stream, build, make_trainer
+from support.marks import slow
 from support.models import arguments, llama, padded, sequences, tiny
 from transformers import EarlyStoppingCallback
 
@@ -248,9 +249,7 @@ SLOW_RUNS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("case", "helix"), [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in SLOW_RUNS)], ids=str
-)
+@pytest.mark.parametrize(("case", "helix"), [*RUNS, *(slow(*run) for run in SLOW_RUNS)], ids=str)
 def test_as_the_stock_trainer(case: str, helix: dict[str, Any], cluster_of: Any, stock: Any, tmp_path: Path) -> None:
     """Ranks that share a batch behave as one process, and data-parallel ones as under DDP."""
     expected, _ = stock(follow, 1 if helix.keys() & {"tp_size", "pp_size", "cp_size"} else 2, **CASES[case])
@@ -266,7 +265,7 @@ def test_as_the_stock_trainer(case: str, helix: dict[str, Any], cluster_of: Any,
         assert expected["tokens"] > 0
 
 
-@pytest.mark.parametrize("size", [pytest.param("tp_size", marks=pytest.mark.slow), "pp_size"])
+@pytest.mark.parametrize("size", [slow("tp_size"), "pp_size"])
 def test_trainers_that_are_gone_leave_no_threads(size: str, cluster_of: Any, tmp_path: Path) -> None:
     job = {"folder": str(tmp_path), "helix": {size: 2, "plan": "sequential"}}
     for left, (first, *others) in cluster_of(2).run(threads_left, **job):
@@ -298,9 +297,7 @@ def test_tensorboard(cluster_of: Any, tmp_path: Path) -> None:
         ({"tp_size": 2}, {}),
         ({"pp_size": 2}, {}),
         ({"cp_size": 2}, {}),
-        pytest.param(
-            {"tp_size": 2}, {"family": f"{HOME}olmo2", "num_hidden_layers": 1}, marks=pytest.mark.slow, id="derived"
-        ),
+        slow({"tp_size": 2}, {"family": f"{HOME}olmo2", "num_hidden_layers": 1}, id="derived"),
     ],
     ids=str,
 )

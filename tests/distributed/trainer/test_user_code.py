@@ -17,6 +17,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from support.comparisons import is_close
 from support.jobs import build
+from support.marks import slow
 from support.models import sequences, tiny
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm, parameters_to_vector
@@ -462,7 +463,6 @@ def write_full(folder: str, helix: dict[str, Any] | None) -> list[float]:
 
 # -- the tests --------------------------------------------------------------------------------------------------------
 
-SLOW = pytest.mark.slow
 SAVED = [
     *((kind, "tp2") for kind in ("given", "merged", "averaged", "resized", "shortened", "replaced", "converted")),
     *((kind, "shard_parameters") for kind in ("edited", "converted")),
@@ -487,7 +487,7 @@ QUICK = {"tp2", "pp2", "shard_parameters"}  # shards of an optimizer are shards 
 
 
 def marked(layouts: dict[str, Any], quick: set[str] = QUICK) -> list[Any]:
-    return [pytest.param(name, marks=() if name in quick else SLOW) for name in layouts]
+    return [slow(name, when=name not in quick) for name in layouts]
 
 
 def differences(expected: dict[str, Any], seen: dict[str, Any], tolerance: float = 2e-5) -> dict[str, Any]:
@@ -503,8 +503,8 @@ def test_the_oracle_sees_something(stock: Any) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "names"),
-    [("tp2", EVERY), pytest.param("pp2", SOME, marks=SLOW), ("shard_parameters", SOME)]
-    + [pytest.param(layout, EVERY, marks=SLOW) for layout in LAYOUTS if layout != "tp2"],
+    [("tp2", EVERY), slow("pp2", SOME), ("shard_parameters", SOME)]
+    + [slow(layout, EVERY) for layout in LAYOUTS if layout != "tp2"],
 )
 def test_parameters_are_read_and_written_whole(
     layout: str, names: Sequence[str], cluster_of: Any, tmp_path: Path, stock: Any
@@ -525,7 +525,7 @@ def test_experts_are_read_and_written_whole(layout: str, cluster_of: Any, tmp_pa
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [pytest.param(kind, layout, marks=() if (kind, layout) in SAVED else SLOW) for kind in KINDS for layout in LAYOUTS],
+    [slow(kind, layout, when=(kind, layout) not in SAVED) for kind in KINDS for layout in LAYOUTS],
 )
 def test_what_is_saved_is_what_the_trainer_holds(kind: str, layout: str, cluster_of: Any, tmp_path: Path) -> None:
     ranks, helix = LAYOUTS[layout]
@@ -544,7 +544,7 @@ def test_what_is_saved_is_what_the_trainer_holds(kind: str, layout: str, cluster
 @pytest.mark.parametrize(
     ("layout", "names"),
     [("tp2", CHANGES), ("shard_parameters", ("freeze", "set_config"))]
-    + [pytest.param(layout, CHANGES, marks=SLOW) for layout in LAYOUTS if layout != "tp2"],
+    + [slow(layout, CHANGES) for layout in LAYOUTS if layout != "tp2"],
 )
 def test_changes_of_the_model_are_followed_or_refused(
     layout: str, names: Sequence[str], cluster_of: Any, tmp_path: Path

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.marks import slow
 from support.pipeline_trainer_jobs import LAYERS
 
 from hf_helix.planning.schedule.named import FOLDED, build_schedule
@@ -191,10 +192,10 @@ def test_a_trace_shows_the_pipeline_on_every_rank(tuned: Any, folder: Path) -> N
 @pytest.mark.parametrize(
     ("processes", "tp", "schedule", "streams"),
     [
-        pytest.param(4, 2, "folded_1f1b", {"intra_node"}, marks=pytest.mark.slow),
-        pytest.param(4, 1, "auto", {"gradients"}, marks=pytest.mark.slow),
-        pytest.param(4, 2, "auto", {"intra_node"}, marks=pytest.mark.slow),
-        pytest.param(8, 2, "auto", {"intra_node", "gradients"}, marks=pytest.mark.slow),
+        slow(4, 2, "folded_1f1b", {"intra_node"}),
+        slow(4, 1, "auto", {"gradients"}),
+        slow(4, 2, "auto", {"intra_node"}),
+        slow(8, 2, "auto", {"intra_node", "gradients"}),
     ],
 )
 def test_beside_tensor_and_data_parallelism(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support import tuning_jobs
+from support.marks import slow
 from support.models import llama
 
 from hf_helix.planning.plan.files import load_plan
@@ -39,7 +40,7 @@ def tune(cluster: Any, folder: Path, plan: str, cache: Path | None = None, **opt
     return first
 
 
-MEASURED = ["auto", pytest.param("search", marks=pytest.mark.slow)]
+MEASURED = ["auto", slow("search")]
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +257,7 @@ def profile(kept: Any) -> Path:
 
 @pytest.mark.parametrize(
     "plan",
-    ["search", *(pytest.param(p, marks=pytest.mark.slow) for p in ("dhelix", "greedy", "round_robin", "intra_batch"))],
+    ["search", *(slow(p) for p in ("dhelix", "greedy", "round_robin", "intra_batch"))],
 )
 def test_a_given_profile_is_planned_with(plan: str, profile: Path, cluster_of: Any, tmp_path: Path) -> None:
     """Nothing is measured or waited for; the plan is the one that the file gives anywhere."""
@@ -320,7 +321,7 @@ def check_refused(path: Path, message: str, cluster: Any) -> None:
 
 WAITING = [
     ("auto", "greedy"),
-    *(pytest.param(*p, marks=pytest.mark.slow) for p in [("dhelix", "greedy"), ("round_robin",) * 2]),
+    *(slow(*p) for p in [("dhelix", "greedy"), ("round_robin",) * 2]),
 ]
 
 
@@ -344,7 +345,7 @@ def test_a_data_set_of_one_batch_is_the_reason(cluster_of: Any, tmp_path: Path) 
     assert "gradient_accumulation_steps is 4, but the data set has only one batch for this rank" in said
 
 
-@pytest.mark.parametrize("plan", ["intra_batch", pytest.param("sequential", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", ["intra_batch", slow("sequential")])
 def test_plans_of_one_micro_batch_at_a_time_need_no_other(plan: str, cluster_of: Any, tmp_path: Path) -> None:
     training = {"gradient_accumulation_steps": 1, "max_steps": 2}
     result = tune(cluster_of(2), tmp_path, plan, training=training, forbidden=True)

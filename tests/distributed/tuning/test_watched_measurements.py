@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_cuda import FakeCuda
+from support.marks import slow
 from support.windows_on_fakes import one_rank
 
 from hf_helix.measure import machine, operators
@@ -25,7 +26,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "tp": TP,
     "gathers": {"dp": 2, "shard_optimizer": True, "model": {"num_hidden_layers": 1}},
 }
-NAMES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES)]
+NAMES = [*QUICK, *(slow(name) for name in CASES)]
 CASES |= QUICK
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.marks import slow
 from support.paths import ROOT
 
 from benchmarks.paper.__main__ import main
@@ -36,7 +37,7 @@ def runs() -> Runs:
 
 @pytest.mark.parametrize(
     "row",
-    [FIGURE_12[2], *(pytest.param(r, marks=pytest.mark.slow) for r in FIGURE_11[1:5:3])],
+    [FIGURE_12[2], *(slow(r) for r in FIGURE_11[1:5:3])],
     ids=lambda row: row.name,
 )
 def test_megatrons_speed_is_near_the_papers(runs: Runs, row):
@@ -45,7 +46,7 @@ def test_megatrons_speed_is_near_the_papers(runs: Runs, row):
 
 UNLIKE = pytest.mark.xfail(strict=True, reason="0.998 times as fast as Megatron on paper; the paper has 1.087")
 SLOW_ROWS = [
-    pytest.param(FIGURE_12[1], marks=pytest.mark.slow),
+    slow(FIGURE_12[1]),
     pytest.param(FIGURE_12[3], marks=(pytest.mark.slow, UNLIKE)),
 ]
 
@@ -55,9 +56,7 @@ def test_tiles_gain_as_in_the_paper(runs: Runs, row):
     assert runs.gain(row, INTRA_BATCH) > 1.0
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(FIGURE_11[0], marks=pytest.mark.slow), FIGURE_12[3]], ids=lambda row: row.name
-)
+@pytest.mark.parametrize("row", [slow(FIGURE_11[0]), FIGURE_12[3]], ids=lambda row: row.name)
 def test_methods_are_ordered_as_in_the_paper(runs: Runs, row):
     assert 1.0 < runs.gain(row, WAVELET) < row.printed["DHelix"] / row.printed[MEGATRON]
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from support.marks import slow
 from support.paths import ROOT
 
 from hf_helix.cli.doctor import parse_count
@@ -105,7 +106,7 @@ def refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [pytest.param("doctor", marks=pytest.mark.slow), "simulate"])
+@pytest.mark.parametrize("command", [slow("doctor"), "simulate"])
 def test_adapters_need_gradients_and_states_for_themselves_alone(command: str, small: Path, capsys: Any):
     pytest.importorskip("peft")
 

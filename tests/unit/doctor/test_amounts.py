@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.marks import slow
 from support.simulated import LLAMA, case_of, counted, on_meta
 
 from hf_helix.doctor.amounts.amounts import Amounts
@@ -244,7 +245,7 @@ def sent_on(amounts: Amounts, axis: str) -> list[Any]:
     return [each for result in amounts.operators.values() for each in result.transfers if each.axis == axis]
 
 
-@pytest.mark.parametrize("family", ["phi3", pytest.param("gemma", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["phi3", slow("gemma")])
 def test_derived_families_are_counted_too(family: str):
     special = {"gemma": {"head_dim": HEAD}, "phi3": {"pad_token_id": 0}}
     result = counted(on_meta(family, **special[family]), BATCH, LENGTH, tp_size=2)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.marks import slow
 from support.simulated import counted
 from torch import Tensor
 from torch.nn import functional
@@ -116,7 +117,7 @@ def test_products_of_recurrent_mixers_are_about_those_of_transformers(call: Mixe
     assert mixer_kernel(call, tensors, False).flops == pytest.approx(counter.get_total_flops(), rel=0.04)
 
 
-SLOW = [pytest.param(f"{name}ForCausalLM", marks=pytest.mark.slow) for name in ("Mamba2", "Qwen3Next", "Lfm2")]
+SLOW = [slow(f"{name}ForCausalLM") for name in ("Mamba2", "Qwen3Next", "Lfm2")]
 
 
 @pytest.mark.parametrize("name", ["MambaForCausalLM", *SLOW])

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.marks import slow
 from support.simulated import case_of, cluster_with, counted, on_meta
 
 from hf_helix.config import HelixConfig
@@ -50,11 +51,7 @@ KINDS: list[tuple[Callable[[], Any], list[int]]] = [
 @pytest.mark.parametrize(
     ("make", "expected", "recompute"),
     [
-        pytest.param(
-            *kind,
-            mode,
-            marks=[pytest.mark.slow] * (kind[0] in (with_windows, with_dense_layers)),
-        )
+        slow(*kind, mode, when=kind[0] in (with_windows, with_dense_layers))
         for kind in KINDS
         for mode in ("none", "full")
     ],

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.marks import slow
 from support.simulated import LLAMA, case_of, cluster_with, on_meta
 
 from hf_helix.doctor.simulated import SimulatedModel
@@ -71,9 +72,9 @@ def is_slow(name: str, plan: str) -> bool:
     return plan == "dhelix" or not (name in QUICK or (plan == "greedy" and name in ("tp2 pp2", "pp2 dp2 sharded")))
 
 
-def cases(*plans: str, slow: Callable[[str, str], bool] = is_slow) -> list[Any]:
+def cases(*plans: str, when: Callable[[str, str], bool] = is_slow) -> list[Any]:
     """Every layout under every plan."""
-    return [pytest.param(name, plan, marks=[pytest.mark.slow] * slow(name, plan)) for plan in plans for name in SIZES]
+    return [slow(name, plan, when=when(name, plan)) for plan in plans for name in SIZES]
 
 
 @pytest.mark.parametrize(("name", "plan"), cases("sequential", "greedy", "dhelix"))
@@ -114,8 +115,8 @@ def test_tiles_are_slowed_down_where_gradients_are_summed_too(paper: SimulatedMo
     assert seconds(2) > seconds(1)
 
 
-@pytest.mark.parametrize("plan", [pytest.param("sequential", marks=pytest.mark.slow), "greedy"])
-@pytest.mark.parametrize("name", [pytest.param("tp2 pp2", marks=pytest.mark.slow), "pp4"])
+@pytest.mark.parametrize("plan", [slow("sequential"), "greedy"])
+@pytest.mark.parametrize("name", [slow("tp2 pp2"), "pp4"])
 def test_a_schedule_that_is_searched_takes_and_keeps_about_what_usual_ones_do(
     name: str, plan: str, paper: SimulatedModel
 ):
@@ -129,13 +130,13 @@ def test_a_schedule_that_is_searched_takes_and_keeps_about_what_usual_ones_do(
     assert least <= quick.memory.activations / whole.memory.activations <= 1.25
 
 
-@pytest.mark.parametrize(("name", "count"), [("tp2 dp2", 20), pytest.param("pp4", 32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "count"), [("tp2 dp2", 20), slow("pp4", 32)])
 def test_a_long_window_is_a_short_one_with_more_of_the_same(name: str, count: int, paper: SimulatedModel):
     long, whole = (step_of(paper, each, **SIZES[name], microbatches=count) for each in (False, True))
     assert long.window == pytest.approx(whole.window, rel=0.05)
 
 
-@pytest.mark.parametrize(("name", "plan"), cases("sequential", "greedy", slow=lambda *case: case not in FASTER))
+@pytest.mark.parametrize(("name", "plan"), cases("sequential", "greedy", when=lambda *case: case not in FASTER))
 def test_more_bandwidth_is_never_slower(name: str, plan: str, paper: SimulatedModel):
     faster = replace(CLUSTER, network=replace(CLUSTER.network, bandwidth=4 * CLUSTER.network.bandwidth))
     faster = replace(faster, node=replace(faster.node, bandwidth=4 * faster.node.bandwidth))
@@ -261,7 +262,7 @@ def test_a_sharded_optimizer_steps_parts_and_gathers_weights_once(paper: Simulat
     assert shared.window - shared.casts == pytest.approx(whole.window - whole.casts + shared.waits)
 
 
-@pytest.mark.parametrize("name", ["dp4", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tp2 dp2", "pp2 dp2"))])
+@pytest.mark.parametrize("name", ["dp4", *(slow(n) for n in ("tp2 dp2", "pp2 dp2"))])
 def test_gathers_of_the_quick_window_are_near_those_of_the_whole_one(name: str, paper: SimulatedModel):
     """They wait for the same, which here is much: the link is slow."""
     case = {**{"dp4": {"dp": 4}, **SIZES}[name], "microbatches": 4, "schedule": "folded_1f1b"}
@@ -281,7 +282,7 @@ def test_the_wait_for_a_slow_network_is_exposed_and_no_bubble(paper: SimulatedMo
     assert waits[0] > 1.5 * waits[1]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("folded_1f1b", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["1f1b", slow("folded_1f1b")])
 def test_a_search_predicts_a_pipeline_over_slow_links_as_a_whole_window(schedule: str, paper: SimulatedModel):
     case = {"pp": 4, "schedule": schedule, "microbatches": 32}
     quick, whole = step_of(paper, quick=True, **case), step_of(paper, whole=True, **case)

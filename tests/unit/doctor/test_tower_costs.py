@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.image_jobs import KINDS, model_of
+from support.marks import slow
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_helix.doctor.amounts.meter import MATMUL
@@ -21,7 +22,7 @@ from hf_helix.planning.timing.sizes import Sizes
 CLUSTER = load_cluster("h100x8")
 LENGTH = 512
 COUNTED = [
-    pytest.param(kind, marks=[pytest.mark.slow] * (kind not in ("Llava", "Qwen2VL")))  # pixels, and patches in a row
+    slow(kind, when=kind not in ("Llava", "Qwen2VL"))  # pixels, and patches in a row
     for kind in KINDS
     if kind != "SmolVLM"
 ]
@@ -49,7 +50,7 @@ def products(counter: FlopCounterMode) -> int:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("kind", ["Llava", pytest.param("Qwen2_5_VL", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["Llava", slow("Qwen2_5_VL")])
 def test_the_work_of_the_stock_tower(kind: str, frozen: bool) -> None:
     """Two images a row: the products of the stock model's `get_image_features`, and of its backward if trained."""
     simulated = SimulatedModel(on_meta(kind, frozen), CLUSTER, images_per_row=2)

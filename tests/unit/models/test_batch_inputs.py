@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.derived_models import small
 from support.dispatched import Calls
+from support.marks import slow
 from support.models import llama
 from torch import Tensor
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -164,7 +165,7 @@ def test_documents_of_a_cut_sequence_do_not_wait_either() -> None:
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        pytest.param("GPTJForCausalLM", "token_type_ids", marks=pytest.mark.slow),
+        slow("GPTJForCausalLM", "token_type_ids"),
         ("BartForCausalLM", "encoder_hidden_states"),
     ],
 )

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.marks import slow
 from support.models import tiny
 
 from hf_helix.models.batch_inputs import SequenceCut
@@ -23,8 +24,8 @@ IN_TURN = {**NEOX, "use_parallel_residual": False}
     [
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, 4),
         (NEOX, 2),
-        pytest.param(IN_TURN, 4, marks=pytest.mark.slow),
-        pytest.param({**NEOX, "hidden_dropout": 0.1, "attention_dropout": 0.1}, 3, marks=pytest.mark.slow),
+        slow(IN_TURN, 4),
+        slow({**NEOX, "hidden_dropout": 0.1, "attention_dropout": 0.1}, 3),
     ],
     ids=str,
 )

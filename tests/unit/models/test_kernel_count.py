@@ -1,6 +1,7 @@
 """How many kernels a layer launches: at most what is written here, so that nobody loses what somebody has saved."""
 
 import pytest
+from support.marks import slow
 from support.models import tiny
 
 from benchmarks.kernel_count import count_layer
@@ -22,7 +23,7 @@ MOST = {
 QUICK = ("gpt2", "llama", "phimoe", "mistral", "mixtral")  # the declared families, and two derived ones
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f not in QUICK)) for f in MOST])
+@pytest.mark.parametrize("family", [slow(f, when=f not in QUICK) for f in MOST])
 def test_of_a_layer(family: str) -> None:
     changes = {"mlp_only_layers": []} if family == "qwen3_moe" else {}
     counts = count_layer(tiny(family, **changes).config)

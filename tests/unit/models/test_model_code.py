@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.jobs import build
+from support.marks import slow
 from support.models import FAMILIES, llama, sequences, tiny
 from torch import nn
 from transformers import LlamaForCausalLM
@@ -33,7 +34,7 @@ def small(**changes: Any) -> Any:
 QUICK = ("gpt2", "llama", "phimoe")  # the declared families
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f not in QUICK)) for f in DECLARED])
+@pytest.mark.parametrize("family", [slow(f, when=f not in QUICK) for f in DECLARED])
 def test_what_transformers_sets_itself_passes(family: str, tmp_path: Path) -> None:
     """Decorated forwards, the hooks of a first call, and those that gradients of inputs need."""
     model = tiny(family, num_hidden_layers=1)
@@ -44,7 +45,7 @@ def test_what_transformers_sets_itself_passes(family: str, tmp_path: Path) -> No
     trainer_of(model, tmp_path)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["gpt2", "llama", slow("qwen3_moe")])
 def test_what_peft_sets_itself_passes(family: str, tmp_path: Path) -> None:
     from peft.helpers import update_forward_signature
 
@@ -286,9 +287,7 @@ CHANGES = (change_instance, change_under_its_name, change_class, change_attentio
 QUICK_CHANGES = (change_class, change_mlp)
 
 
-@pytest.mark.parametrize(
-    "change", [pytest.param(each, marks=[pytest.mark.slow] * (each not in QUICK_CHANGES)) for each in CHANGES]
-)
+@pytest.mark.parametrize("change", [slow(each, when=each not in QUICK_CHANGES) for each in CHANGES])
 def test_other_code_inside_a_declared_class_is_honoured(
     change: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

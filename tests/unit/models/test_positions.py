@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.marks import slow
 from torch import nn
 
 from hf_helix.engine.proof.prove import Subject
@@ -51,7 +52,7 @@ def test_positions_that_count_everything(name: str) -> None:
     "name",
     [
         "Qwen2_5OmniThinkerForConditionalGeneration",
-        pytest.param("Qwen2VLForConditionalGeneration", marks=pytest.mark.slow),
+        slow("Qwen2VLForConditionalGeneration"),
     ],
 )
 def test_positions_that_the_code_around_a_decoder_counts(name: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.derived_models import HOME
+from support.marks import slow
 from support.models import tiny
 from torch._dynamo.utils import counters
 
@@ -114,7 +115,7 @@ def test_generated_code(family: str, autocast_dtype: torch.dtype | None, monkeyp
     assert result[1] <= max(1e-4, 2 * plain[1])
 
 
-@pytest.mark.parametrize("overwrites", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("overwrites", [True, slow(False)])
 def test_the_loss_of_several_chunks(overwrites: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every chunk is written, of the first shape and of later ones."""
     monkeypatch.setitem(CHUNK, "cpu", 16 * 64)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.marks import slow
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -85,7 +86,7 @@ def test_norms(
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("batch", [slow(1), 2])
 @pytest.mark.parametrize(("dtype", "angles"), [(FP32, FP32), (FP16, FP16), (BF16, FP32)])
 def test_ropes(dtype: torch.dtype, angles: torch.dtype, batch: int, together: bool) -> None:
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import derived_models
 from support.derived_models import HYBRIDS, small
+from support.marks import slow
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.nemotron_h import modeling_nemotron_h
 
@@ -45,18 +46,13 @@ def cuts(name: str) -> dict[str, Placement]:
     ("name", "expected"),
     [
         ("qwen3_5", {"conv1d.weight": (0, (32, 32, 64)), "dt_bias": (0, ()), "A_log": (0, ())}),
-        pytest.param(
-            "kimi_linear",
-            {"conv1d.weight": (0, (64, 64, 64)), "dt_bias": (0, ()), "A_log": (2, ())},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
+        slow("kimi_linear", {"conv1d.weight": (0, (64, 64, 64)), "dt_bias": (0, ()), "A_log": (2, ())}),
+        slow(
             "bamba",
             {
                 **{f"conv1d.{each}": (0, (128, 16, 16)) for each in ("weight", "bias")},
                 **dict.fromkeys(("A_log", "D", "dt_bias", "norm.weight"), (0, ())),
             },
-            marks=pytest.mark.slow,
         ),
         ("lfm2", {"conv.weight": (0, ())}),
     ],
@@ -188,7 +184,7 @@ def test_convolutions_over_a_shared_sequence_take_the_tokens_before_each_part(cp
     ("model", "name", "sizes"),
     [
         ("qwen3_5", "linear_attn.torch_chunk_gated_delta_rule", (128, 4, 4)),
-        pytest.param("kimi_linear", "self_attn.chunk_kimi_delta_attention", (192, 64, 4), marks=pytest.mark.slow),
+        slow("kimi_linear", "self_attn.chunk_kimi_delta_attention", (192, 64, 4)),
     ],
 )
 @pytest.mark.parametrize(("cp_size", "length"), [(2, 134), (3, 5)])

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from support.arrays import arrays_of
 from support.graphs import LLAMA, compute, layer_with_efforts, pair
+from support.marks import slow
 
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
@@ -155,7 +156,7 @@ def small_unit(name: str, dice: random.Random, size: int) -> GraphPair:
 
 @pytest.mark.parametrize("slowed", [False, True])
 @pytest.mark.parametrize("limits", [(2, 1, 4), (2, 2, 1), (3, 1, 0), (1, 2, 2)], ids=str)
-@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 3, 4, 5))])
+@pytest.mark.parametrize("seed", [1, 2, *(slow(seed) for seed in (0, 3, 4, 5))])
 def test_no_order_of_the_space_is_faster(
     seed: int, limits: tuple[int, int, int], slowed: bool, monkeypatch: pytest.MonkeyPatch
 ):
@@ -175,7 +176,7 @@ def test_no_order_of_the_space_is_faster(
 
 @pytest.mark.parametrize(
     ("transfer", "slowed"),
-    [(2.0, False), (8.0, False), *(pytest.param(each, True, marks=pytest.mark.slow) for each in (2.0, 8.0))],
+    [(2.0, False), (8.0, False), *(slow(each, True) for each in (2.0, 8.0))],
 )
 def test_every_block_gets_a_valid_order_that_is_never_slower_than_sequential(transfer: float, slowed: bool):
     units = llama(transfer)

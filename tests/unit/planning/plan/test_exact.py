@@ -14,6 +14,7 @@ from support.graphs import (
     schedule_of,
     timeline_of,
 )
+from support.marks import slow
 
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.plan.bounds import bound
@@ -126,15 +127,12 @@ def searched(profile: Profile, schedule: Schedule) -> int:
     return round(timeline_of(search(profile, schedule), profile, schedule).seconds * 1e6)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, slow(1)])
 @pytest.mark.parametrize(
     ("size", "num_layers", "num_microbatches"),
     [
         (3, 2, 1),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((3, 1, 1), (3, 1, 2), (5, 1, 1), (5, 1, 2), (5, 2, 1))
-        ),
+        *(slow(*case) for case in ((3, 1, 1), (3, 1, 2), (5, 1, 1), (5, 1, 2), (5, 2, 1))),
     ],
 )
 def test_the_search_finds_the_shortest_window(size: int, num_layers: int, num_microbatches: int, seed: int):
@@ -145,10 +143,8 @@ def test_the_search_finds_the_shortest_window(size: int, num_layers: int, num_mi
     assert round(bound(work, profile.layout) * 1e6) <= best
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-@pytest.mark.parametrize(
-    ("size", "num_layers"), [(3, 1), (3, 2), *(pytest.param(5, count, marks=pytest.mark.slow) for count in (1, 2))]
-)
+@pytest.mark.parametrize("seed", [0, *(slow(seed) for seed in (1, 2))])
+@pytest.mark.parametrize(("size", "num_layers"), [(3, 1), (3, 2), *(slow(5, count) for count in (1, 2))])
 def test_the_search_finds_the_shortest_pair_of_strands(size: int, num_layers: int, seed: int):
     profile, schedule, most_layers = pair_of_strands(size, num_layers, seed)
     best = optimum(profile, schedule, most_layers)

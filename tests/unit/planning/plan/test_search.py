@@ -26,6 +26,7 @@ from support.graphs import (
     schedule_of,
     timeline_of,
 )
+from support.marks import slow
 
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Kind
@@ -79,9 +80,9 @@ def test_greedy_waits_for_nothing_and_takes_weight_gradients_last():
 # Search
 
 
-@pytest.mark.parametrize("interference", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
-@pytest.mark.parametrize("extra_live_layers", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("interference", [slow(False), True])
+@pytest.mark.parametrize("seed", [0, *(slow(seed) for seed in (1, 2, 3))])
+@pytest.mark.parametrize("extra_live_layers", [0, 1, slow(2)])
 def test_hardly_ever_longer_than_greedy(fewer_steps: None, seed: int, interference: bool, extra_live_layers: int):
     """On the window it is judged by: at most three layers a chunk."""
     profile, schedule = llama_profile(5, seed, interference), schedule_of(4)

@@ -7,6 +7,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from support.marks import slow
 
 from hf_helix.planning.schedule import auto
 from hf_helix.planning.schedule.actions import Schedule, Slot, format_schedule, parse_schedule
@@ -197,7 +198,7 @@ def chosen(num_ranks: int, num_microbatches: int, costs: Costs, **options: int) 
 @pytest.mark.parametrize(
     ("costs", "num_ranks"),
     [
-        pytest.param(costs, num_ranks, id=f"{name}-{num_ranks}", marks=[pytest.mark.slow] * (num_ranks > 2))
+        slow(costs, num_ranks, when=num_ranks > 2, id=f"{name}-{num_ranks}")
         for name, costs in SETS.items()
         for num_ranks in range(1, 9)
     ],
@@ -213,9 +214,7 @@ def test_the_choice_is_never_behind_and_takes_no_more_room(costs: dict[str, floa
             assert others["folded_1f1b"].seconds / result.seconds >= 1.1
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(n, marks=[pytest.mark.slow] * (n not in (1, 2, 3, 4))) for n in range(10)]
-)
+@pytest.mark.parametrize("seed", [slow(n, when=n not in (1, 2, 3, 4)) for n in range(10)])
 def test_the_choice_on_uneven_stages(seed: int, hasty: None):
     rng = random.Random(seed)
     num_ranks, count = rng.randint(1, 5), rng.randint(1, 12)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from support.graphs import SMALL, efforts, layout_of, pipeline_of, profile_of
+from support.marks import slow
 
 from hf_helix.config import AUTO, SCHEDULES, HelixConfig
 from hf_helix.planning.schedule import auto
@@ -131,7 +132,7 @@ def test_auto_on_one_rank_is_the_named_schedule():
         assert Scheduler(AUTO, 1, costs)(6) == build_schedule("folded_1f1b", 1, 6)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [2, 3, slow(4)])
 def test_auto_before_a_measurement(num_ranks: int):
     """No slower than the named schedules, and in short windows as good as a search that takes its time."""
     ranks = stage_ranks(FOLD, num_ranks)

@@ -22,6 +22,7 @@ from support.graphs import (
     random_priority,
     random_times,
 )
+from support.marks import slow
 
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.plan.list_scheduler import Priorities
@@ -210,7 +211,7 @@ class Pipeline:
 BLOCKS = tuple(ORDER_BLOCK)
 FLOWS = ["greedy", "at random", "at random again", "searched"]
 QUICK = ("sequential", "greedy", "at random")
-QUICK_PLANS = [pytest.param(plan, marks=[pytest.mark.slow] * (plan not in QUICK)) for plan in (*BLOCKS, *FLOWS)]
+QUICK_PLANS = [slow(plan, when=plan not in QUICK) for plan in (*BLOCKS, *FLOWS)]
 SCHEDULES = [*PLACEMENT_OF, "auto"]
 IDLING = replace(BUILT, idles=True)
 

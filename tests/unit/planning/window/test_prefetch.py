@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from support.arrays import arrays_of, window_instructions
 from support.graphs import autograd, compute, linear, loss_gradient, pair, pipeline_of, profile_of, schedule_of
+from support.marks import slow
 
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Kind, Operator, Part
@@ -210,7 +211,7 @@ def test_long_windows_gather_alike(rule: str, ahead: int):
 
 
 @pytest.mark.parametrize("rule", ["sequential", "greedy"])
-@pytest.mark.parametrize(("num_ranks", "count"), [(2, 40), pytest.param(4, 60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("num_ranks", "count"), [(2, 40), slow(4, 60)])
 def test_long_windows_of_a_pipeline_gather_alike(rule: str, num_ranks: int, count: int):
     """Also where the stretch that repeats is made, and its ends are cut: gathers go from one to the other. All of it
     can run."""

@@ -22,6 +22,7 @@ from support.graphs import (
     random_times,
     timeline_of,
 )
+from support.marks import slow
 from support.schedules import live_activations
 
 from hf_helix.config import RECOMPUTE
@@ -119,7 +120,7 @@ def test_programs_of_flows(
         assert most_layers_alive(program, layout) <= room + 1e-3
 
 
-QUICK = [pytest.param(name, marks=[pytest.mark.slow] * (name != "folded_1f1b")) for name in PLACEMENT_OF]
+QUICK = [slow(name, when=name != "folded_1f1b") for name in PLACEMENT_OF]
 
 
 def test_ranks_wait_for_each_other_by_hand():
@@ -152,7 +153,7 @@ def test_the_search_is_hardly_ever_longer_than_greedy_on_several_ranks(name: str
     assert timeline_of(result, profile, schedule).seconds >= lower_bound(profile, schedule) - 1e-9
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("num_ranks", [slow(1), 2])
 @pytest.mark.parametrize("name", QUICK)
 def test_a_search_needs_no_schedule(name: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(search, "MAX_STEPS", 20)

@@ -19,6 +19,7 @@ from support.graphs import (
     profile_of,
     random_priority,
 )
+from support.marks import slow
 
 from hf_helix.config import RECOMPUTE
 from hf_helix.planning.graph.backward import GraphPair
@@ -137,7 +138,7 @@ def test_a_window_as_numbers_is_what_its_instructions_are(
 
 
 @pytest.mark.parametrize("rule", ["sequential", "round_robin", "greedy", "priorities"])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
+@pytest.mark.parametrize("seed", [0, *(slow(seed) for seed in (1, 2, 3))])
 def test_on_one_rank_the_order_is_that_of_the_whole_window(rule: str, seed: int):
     profile = profile_for("folded_1f1b", 1, [2, 1 + seed % 2], seed)
     schedule, plan = build_schedule("folded_1f1b", 1, 24), plan_of(rule, profile, seed)
@@ -164,12 +165,12 @@ def test_plans_of_blocks_are_those_of_the_whole_window(name: str, num_ranks: int
 @pytest.mark.parametrize(
     ("num_ranks", "name"),
     [
-        pytest.param(num_ranks, name, marks=[pytest.mark.slow] * (num_ranks > 2 or name != "folded_1f1b"))
+        slow(num_ranks, name, when=num_ranks > 2 or name != "folded_1f1b")
         for num_ranks in (2, 3, 4)
         for name in PLACEMENT_OF
     ],
 )
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [1, slow(2)])
 def test_priority_plans_of_several_ranks_are_valid_within_their_memory_and_hardly_longer(
     name: str, num_ranks: int, seed: int
 ):
