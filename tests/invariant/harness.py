@@ -6,7 +6,9 @@ Must hold: the cases of a class share one run of the unsplit model; cases that f
 A derived model is not proven before its windows, which are compared with the unsplit model themselves.
 """
 
+import functools
 import os
+import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 from invariant.classes import Case
-from invariant.orders import random_orders, random_plan
 from support.comparisons import assert_same_bits
 from support.graphs import ORDER_BLOCK
 from support.parity import compare_window, unsplit
@@ -22,8 +23,12 @@ from support.pipeline_jobs import make, runner_of, whole_gradients, window_of
 from support.tuning_jobs import hasty
 
 from hf_helix import HelixTrainer
+from hf_helix.planning.graph.operator import Graph
 from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan
-from hf_helix.planning.timing.profile import rough_profile
+from hf_helix.planning.plan.block_plan import BARRIER, BlockPlan, Order, OrderBlock, entries
+from hf_helix.planning.plan.list_scheduler import Priorities, PriorityPlan
+from hf_helix.planning.plan.plan import Plan, graphs_digest
+from hf_helix.planning.timing.profile import Profile, rough_profile
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.runner import Runner
 
@@ -168,3 +173,49 @@ def _differing(result: Result, first: Result) -> list[str]:
     """What has other bits."""
     names = [name for name, part in first["parts"].items() if not part.equal(result["parts"][name])]
     return names + [what for what in ("losses", "meters", "evaluated") if result[what] != first[what]]
+
+
+# -- plans drawn at random among all that are valid: the same for the same seed, on every rank -----------------------
+
+BARRIERS = 0.05  # of all places
+MILLISECOND = 1e-3
+
+
+def random_plan(seed: int, profile: Profile, *, model: str, mesh: Mapping[str, int]) -> Plan:
+    """Even seeds order every block, odd ones the window as a whole."""
+    if seed % 2:
+        graphs, priorities = graphs_digest(profile.layout.graphs), random_priorities(seed, profile)
+        return PriorityPlan("random", model, dict(mesh), graphs, priorities)
+    return BlockPlan.of("random", random_orders(seed), profile, model=model, mesh=mesh)
+
+
+def random_orders(seed: int) -> OrderBlock:
+    """A rule that draws the order of every block."""
+    return functools.partial(random_order, random.Random(seed))
+
+
+def random_order(draw: random.Random, forward: Graph | None, backward: Graph | None, _: Profile) -> Order:
+    """Any order in which operators come after what they read, with barriers at any place."""
+    left = entries(forward, backward)
+    written = {(letter, v) for letter, graph in (("F", forward), ("B", backward)) if graph for v in graph.inputs}
+    written |= {("B", value) for value in (backward.saved_values if backward else ())}
+    order: list[str] = []
+    while left:
+        ready = [
+            entry
+            for entry, op in left.items()
+            if all((entry[0], value) in written for value in op.depends_on)
+            and not any(f"{entry[0]}.{name}" in left for name in op.ordered_after)
+        ]
+        chosen = draw.choice(ready)
+        written.update((chosen[0], value) for value in left.pop(chosen).writes)
+        order += [chosen, *([BARRIER] if draw.random() < BARRIERS else [])]
+    return tuple(order)
+
+
+def random_priorities(seed: int, profile: Profile) -> Priorities:
+    """Times and priorities that have nothing to do with the operators."""
+    draw = random.Random(seed)
+    times = {name: draw.uniform(0.01, 1.0) * MILLISECOND for name in profile.times}
+    priority = {name: draw.uniform(-3.0, 3.0) * MILLISECOND for name in profile.times}
+    return Priorities(times, priority, draw.randint(0, 3))

@@ -20,13 +20,10 @@ GEMMA = {"family": f"{HOME}gemma2"}  # has a softcap
 CASES: list[Any] = [
     ("llama", {}, "", {}),
     ("llama", TIED, "tp2", {}),
-    slow("llama", {}, "tp2", {}),
     ("llama", {}, "pp2", {}),
     ("llama", {}, "cp2", {}),
     slow("gpt2", {"family": "gpt2"}, "tp2", {}),
     ("gemma2", GEMMA, "tp2", {}),
-    slow("gemma2", GEMMA, "", {}),
-    slow("gemma2", GEMMA, "pp2", {}),
     slow("llama", {}, "tp2+pp2", {}),
 ]
 
@@ -48,13 +45,8 @@ SPREAD = {"pp_size": 2, "schedule": "auto", "spread_vocabulary": True}
     [
         (2, SPREAD, {"num_hidden_layers": 4, **TIED}),
         (2, {"shard_parameters": True}, {}),
-        slow(2, SPREAD, {"num_hidden_layers": 4}),
-        slow(4, {"tp_size": 2, **SPREAD}, {"num_hidden_layers": 4}),
         slow(2, {"shard_optimizer": True, "recompute": "full"}, TIED),
-        slow(4, {"pp_size": 4}, {"num_hidden_layers": 8, **TIED}),
         slow(4, {**SPREAD, "pp_size": 4}, {"num_hidden_layers": 8}),
-        slow(4, {"pp_size": 2, "shard_optimizer": True}, {"num_hidden_layers": 4}),
-        slow(4, {"pp_size": 2, "shard_parameters": True}, {"num_hidden_layers": 4, **TIED}),
     ],
 )
 def test_as_the_stock_trainer(ranks: int, options: dict[str, Any], model: dict[str, Any], like_stock: Any) -> None:

@@ -73,7 +73,7 @@ def random_model(draw: random.Random, layers: int, tp: int, may_tie: bool) -> di
     }
 
 
-SLOW = (4, 5, *range(100, 340))
+SLOW = (4, 5, *range(100, 136))
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(slow(seed) for seed in SLOW)])

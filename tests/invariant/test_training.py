@@ -1,102 +1,136 @@
-"""HelixTrainer on several processes does what the stock Trainer does: losses, norms, evaluation, weights."""
+"""HelixTrainer on several processes does what the stock Trainer does: losses, norms, rates, evaluation, weights."""
 
 from typing import Any
 
 import pytest
-from invariant.classes import GPTS
-from support.derived_models import HOME, HYBRIDS, TEXT_PARTS
+from invariant.classes import BALANCED, BALANCED_PHIMOE, GPTS, TIED
+from support.derived_models import HOME, TEXT_PARTS
 from support.marks import slow
 
 Case = dict[str, Any]
 CLIPPED = {"max_grad_norm": 0.3}
-PADDED_RIGHT = {"lengths": (17, 9, 13), "padding": "right"}
+TWO = {"gradient_accumulation_steps": 2, **CLIPPED}
+FIVE, FOUR = {"num_hidden_layers": 5}, {"num_hidden_layers": 4}  # of four virtual stages, one may hold two layers
+PADDED_LEFT = {"lengths": (17, 9, 13), "padding": "left"}
+LONG = {"lengths": (70, 9, 13), "padding": "left"}
+ROUTED = {"data": {"lengths": (17, 9), "padding": "right"}, "training": {**TWO, "per_device_eval_batch_size": 1}}
 
 CASES: dict[str, Case] = {
-    "gqa, untied, accumulation 1, clipping": {"training": CLIPPED},
-    "mha, tied, accumulation 2, padded right": {
-        "model": {"num_key_value_heads": 4, "tie_word_embeddings": True},
-        "data": PADDED_RIGHT,
-        "training": {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "warmup_steps": 2},
+    "fewer micro-batches than ranks": {"model": FIVE},
+    "clipping": {"model": FIVE, "training": CLIPPED},
+    "three micro-batches": {"model": FIVE, "training": {"gradient_accumulation_steps": 3, **CLIPPED}},
+    "mha, tied, padded right": {
+        "model": {**FIVE, **TIED, "num_key_value_heads": 4},
+        "data": {"count": 120, "lengths": (17, 9, 13), "padding": "right"},
+        "training": {"gradient_accumulation_steps": 6, "lr_scheduler_type": "cosine", "warmup_steps": 2},
     },
-    "gqa, tied, accumulation 3, padded left, last window shorter": {
-        "model": {"tie_word_embeddings": True},
-        "data": {"count": 14, "lengths": (15, 8, 12), "padding": "left"},
-        # 7 micro-batches an epoch: windows of 3, 3 and 1.
-        "training": {"gradient_accumulation_steps": 3, "max_steps": -1, "num_train_epochs": 2, "max_grad_norm": 0.5},
+    "tied, padded left, last window shorter": {
+        "model": {**FIVE, **TIED},
+        "data": {"count": 22, "lengths": (15, 8, 12), "padding": "left"},
+        # 11 micro-batches an epoch: windows of 5, 5 and 1.
+        "training": {"gradient_accumulation_steps": 5, "max_steps": -1, "num_train_epochs": 2, "max_grad_norm": 0.5},
     },
     "tokens counted per device": {
-        "training": {"average_tokens_across_devices": False, "gradient_accumulation_steps": 2}
+        "model": FIVE,
+        "training": {"average_tokens_across_devices": False, "gradient_accumulation_steps": 4},
     },
     "biases, eager attention, no clipping": {
-        "model": {"attention_bias": True, "mlp_bias": True, "attn_implementation": "eager"},
-        "training": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.0, "optim": "adamw_torch_fused"},
+        "model": {**FIVE, "attention_bias": True, "mlp_bias": True, "attn_implementation": "eager"},
+        "training": {"gradient_accumulation_steps": 3, "max_grad_norm": 0.0, "optim": "adamw_torch_fused"},
     },
+    "an odd number of samples": {  # which two ranks evaluate, too
+        "data": {"lengths": (17, 9), "padding": "right"},
+        "training": {**TWO, "per_device_eval_batch_size": 1},
+    },
+    "smoothed labels": {"model": FIVE, "training": {"label_smoothing_factor": 0.1}},
+    "slices between others": {"model": {"num_hidden_layers": 9, **TIED}, "training": TWO},
+    "frozen": {"freeze": ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"]},
+    "routers": {**ROUTED, "model": {**BALANCED_PHIMOE, **FOUR}},
+    "routers of qwen2_moe": {**ROUTED, "model": {"family": f"{HOME}qwen2_moe", "mlp_only_layers": [1], **BALANCED}},
+    "routers of gpt_oss": {**ROUTED, "model": {"family": f"{HOME}gpt_oss", **FOUR, **BALANCED}},
+    # DeepSeek-V3 records what its routers say, and adds nothing to its loss.
+    "routers of deepseek_v3": {**ROUTED, "model": {"family": f"{HOME}deepseek_v3", "output_router_logits": True}},
 }
 CASES |= {
-    name: {
-        "model": GPTS[name],
-        "data": {"lengths": (17, 9, 13), "padding": "left"},
-        "training": {"gradient_accumulation_steps": 2, **CLIPPED},
-    }
-    for name in ("gpt2", "neox", "neox in turn")
+    name: {"model": GPTS[name], "data": PADDED_LEFT, "training": TWO} for name in ("gpt2", "neox", "neox in turn")
 }
 CASES |= {
     f"derived {name}": {
         "model": {"family": f"{HOME}{name}", "num_hidden_layers": layers},
-        "data": {"lengths": (17, 9, 13), "padding": "left"},
-        "training": {"gradient_accumulation_steps": 2, "gradient_checkpointing": True, "max_steps": 4, **CLIPPED},
+        "data": PADDED_LEFT,
+        "training": {**TWO, "gradient_checkpointing": True},
     }
-    for name, layers in {"gemma2": 2, "gemma3": 2, "phi3": 2, "olmo2": 4, "deepseek_v3": 4}.items()  # pipelines need 4
+    for name, layers in {"gemma2": 2, "gemma3": 2, "phi3": 2, "olmo2": 4, "deepseek_v3": 4}.items()
 }
 CASES |= {
-    f"hybrid {name}": {
-        "model": {"family": f"{HOME}{name}", "num_hidden_layers": 4},
-        "data": {"lengths": (70, 9, 13), "padding": "left"},
-        "training": {"gradient_accumulation_steps": 2, "max_steps": 4, **CLIPPED},
-    }
-    for name in HYBRIDS
+    f"derived {name}": {"model": {"family": f"{HOME}{name}", **FOUR}, "data": LONG, "training": TWO}
+    for name in ("qwen3_5", "nemotron_h", "lfm2", *TEXT_PARTS)
 }
-CASES |= {
-    f"text of {name}": {
-        "model": {"family": f"{HOME}{name}", "num_hidden_layers": 4},
-        "data": {"lengths": (17, 9, 13), "padding": "left"},
-        "training": {"gradient_accumulation_steps": 2, "max_steps": 4, **CLIPPED},  # the mean of two means
-    }
-    for name in TEXT_PARTS
-}
-ONE, SHORTER = "gqa, untied, accumulation 1, clipping", "gqa, tied, accumulation 3, padded left, last window shorter"
-MEASURED = {"cache": False, "tuning_share": 1.0}
+SHORTER, FEWER, THREE = (
+    "tied, padded left, last window shorter",
+    "fewer micro-batches than ranks",
+    "three micro-batches",
+)
+THREE, BIASED = "three micro-batches", "biases, eager attention, no clipping"
+COUNTED, RIGHT = "tokens counted per device", "mha, tied, padded right"
+
+TP, PP, CP, EP = ({f"{axis}_size": 2} for axis in ("tp", "pp", "cp", "ep"))
+SPREAD = {**PP, "schedule": "auto", "spread_vocabulary": True}
+MEASURED = {"plan": "auto", "cache": False, "tuning_share": 1.0}
+HALVES = {"layers_per_stage": (1.5, 1, 1.5, 1)}
+V = {"schedule": "dualpipe_v"}
+ONCE, KEPT = {"shard_parameters": True}, {"shard_optimizer": True}
+
+QUICK: list[tuple[str, int, dict[str, Any]]] = [
+    (SHORTER, 1, {}),
+    (SHORTER, 2, TP),
+    (SHORTER, 2, {**PP, "schedule": "folded_1f1b"}),
+    (FEWER, 2, {**PP, "schedule": "1f1b"}),
+    (SHORTER, 2, CP),
+    (SHORTER, 4, {**SPREAD, **ONCE, "recompute": "selective"}),
+    ("an odd number of samples", 2, {}),
+    ("routers", 2, {**EP, "plan": "auto", "cache": False}),
+    ("frozen", 2, TP),
+    ("derived gemma2", 2, TP),
+]
+SLOW: list[tuple[str, int, dict[str, Any]]] = [
+    *((case, 2, TP) for case in ("clipping", RIGHT, COUNTED, BIASED)),
+    *((case, 2, {**TP, "plan": plan}) for case in ("gpt2", "neox") for plan in ("greedy", "intra_batch")),
+    ("neox in turn", 2, {**TP, **MEASURED}),
+    # Pipelines
+    *((THREE, ranks, {**PP, "schedule": "folded_1f1b", **more}) for ranks, more in ((2, {}), (4, TP), (4, {}))),
+    *((RIGHT, ranks, {**PP, **V, **more}) for ranks, more in ((2, {}), (4, {}), (8, TP))),
+    *((BIASED, ranks, {**PP, "schedule": "1f1b", **more}) for ranks, more in ((2, {}), (4, TP))),
+    *((COUNTED, ranks, {**PP, "schedule": "auto", **HALVES}) for ranks in (2, 4)),
+    *((case, 2, SPREAD) for case in (SHORTER, THREE, "smoothed labels")),
+    (THREE, 4, {**SPREAD, **TP}),
+    (SHORTER, 4, {**SPREAD, **KEPT}),
+    (FEWER, 2, {**SPREAD, **HALVES}),
+    (FEWER, 2, {**SPREAD, "offload": "optimizer"}),
+    ("slices between others", 4, {**SPREAD, "pp_size": 4}),
+    ("slices between others", 4, {**SPREAD, "pp_size": 4, "layers_per_stage": (1, 1, 1.5, 1.5, 1, 1, 1, 1)}),
+    # Shared sequences, shared batches, experts
+    (SHORTER, 2, {**CP, "cp_method": "all_gather"}),
+    *((SHORTER, 4, {**CP, **more}) for more in (TP, PP)),
+    *(("an odd number of samples", 4, more) for more in ({**CP, **KEPT}, TP)),
+    *(("routers", 4, {**EP, **more}) for more in (TP, PP)),
+    *(("routers of qwen2_moe", 2, layout) for layout in (EP, TP)),
+    *(("routers of gpt_oss", ranks, layout) for ranks, layout in ((2, EP), (4, {**TP, **PP}))),
+    ("routers of deepseek_v3", 2, TP),
+    # Derived classes
+    *((f"derived {name}", 2, {**TP, **MEASURED}) for name in ("gemma3", "phi3", "olmo2", "qwen3_5")),
+    *((f"derived {name}", 2, PP) for name in ("olmo2", "nemotron_h", "lfm2", *TEXT_PARTS)),
+    *((f"derived {name}", 2, TP) for name in ("nemotron_h", "lfm2", *TEXT_PARTS)),
+    *((f"derived {name}", 2, CP) for name in ("qwen3_5", "nemotron_h")),
+    ("derived deepseek_v3", 4, {**TP, **PP}),
+]
 
 
-def runs() -> list[Any]:
-    """Case, processes, and options."""
-    result = [
-        (ONE, 2, {"tp_size": 2}, True),
-        (SHORTER, 2, {"tp_size": 2}, False),
-        (ONE, 1, {"tp_size": 1}, False),
-        (SHORTER, 1, {"tp_size": 1}, True),
-        *((case, 2, {"tp_size": 2}, True) for case in list(CASES)[1:5] if case != SHORTER),
-        ("derived gemma2", 2, {"tp_size": 2, "plan": "greedy"}, False),
-        ("derived olmo2", 2, {"pp_size": 2, "plan": "greedy"}, True),
-        *((f"derived {name}", 2, {"tp_size": 2, "plan": "auto"}, True) for name in ("gemma3", "phi3", "olmo2")),
-        ("derived deepseek_v3", 4, {"tp_size": 2, "pp_size": 2, "plan": "greedy"}, True),
-    ]
-    for case in [*(f"hybrid {name}" for name in HYBRIDS), *(f"text of {name}" for name in TEXT_PARTS)]:
-        result += [(case, 2, {axis: 2, "plan": "greedy"}, True) for axis in ("tp_size", "pp_size")]
-    result += [(f"hybrid {name}", 2, {"cp_size": 2, "plan": "greedy"}, True) for name in ("qwen3_5", "nemotron_h")]
-    for plan in ("greedy", "intra_batch", "auto"):
-        result += [(name, 2, {"tp_size": 2, "plan": plan, **MEASURED}, True) for name in list(CASES)[5:8]]
-    return [slow(*run, when=is_slow, id=f"{run[0]}-{run[2]}") for *run, is_slow in result]
-
-
-@pytest.mark.parametrize(("case", "ranks", "helix"), runs())
+@pytest.mark.parametrize(("case", "ranks", "helix"), [*QUICK, *(slow(*run) for run in SLOW)], ids=str)
 def test_training_equals_the_stock_trainer(case: str, ranks: int, helix: dict[str, Any], like_stock: Any) -> None:
-    like_stock(ranks, helix, **CASES[case])
-
-
-@pytest.mark.parametrize(("ranks", "tp_size"), [(2, 1), slow(4, 2)])
-def test_data_parallel_ranks_share_the_batch(ranks: int, tp_size: int, like_stock: Any) -> None:
-    """Against the stock Trainer on two processes (DDP), which evaluates an odd number of samples, too."""
-    data = {"count": 60, "lengths": (17, 9), "padding": "right"}
-    training = {"gradient_accumulation_steps": 2, **CLIPPED, "per_device_eval_batch_size": 1}
-    like_stock(ranks, {"tp_size": tp_size, "plan": "greedy"}, data=data, training=training)
+    """On as many processes (DDP) as there are data-parallel ranks. The logs of routers tell how even the loads are."""
+    for result in like_stock(ranks, {"plan": "greedy", **helix}, **CASES[case]):
+        for entry in result["logs"] if case.startswith("routers") else ():
+            assert entry["helix/router_z"] > 0
+            assert entry["helix/expert_imbalance"] >= 1
+            assert "helix/dropped_tokens" not in entry

@@ -13,17 +13,10 @@ from support.tuning_jobs import hasty
 from hf_helix.runtime.gradients import buckets
 from hf_helix.runtime.runner import Runner
 
-LAYERS = 5  # four virtual stages, and one that holds more than the others
-PADDED: dict[str, Any] = {
-    "model": {"tie_word_embeddings": True},
-    "data": {"count": 22, "lengths": (15, 8, 12), "padding": "left"},
-    "training": {"gradient_accumulation_steps": 5, "max_steps": -1, "num_train_epochs": 2, "max_grad_norm": 0.5},
-}
-"""Options of `train`: 11 micro-batches an epoch, in windows of 5, 5 and 1. Tests of several dimensions share them."""
-
 
 def model_of(**changes: Any) -> dict[str, Any]:
-    return {"num_hidden_layers": LAYERS, **changes}
+    """Four virtual stages, and one that holds more than the others."""
+    return {"num_hidden_layers": 5, **changes}
 
 
 @contextlib.contextmanager

@@ -20,10 +20,10 @@ import torch
 from support.comparisons import is_close, plain
 from support.derived_models import HOME
 from support.jobs import Recorder, Stream
+from support.marks import slow
 from support.models import arguments, padded, sequences, tiny, word_tokenizer
 from support.paths import ROOT
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, default_data_collator, logging
-from transformers.trainer_callback import ExportableState
 
 from hf_helix import HelixConfig, HelixTrainer
 
@@ -37,14 +37,14 @@ class Make:
     Args:
         folder: what is written goes there.
         helix: options of `HelixConfig`; None for the stock Trainer.
-        family: of the model, see `tiny`.
+        sizes: of the model, see `tiny`.
     """
 
-    def __init__(self, folder: Path, helix: dict[str, Any] | None, family: str = "llama") -> None:
-        self.folder, self.helix, self.family = folder, helix, family
+    def __init__(self, folder: Path, helix: dict[str, Any] | None, sizes: dict[str, Any]) -> None:
+        self.folder, self.helix, self.sizes = folder, helix, sizes
 
     def model(self) -> Any:
-        return tiny(self.family, num_hidden_layers=1, hidden_size=16, intermediate_size=24)
+        return tiny(**{"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24, **self.sizes})
 
     def args(self, **changes: Any) -> Any:
         return arguments(str(self.folder), **{"max_steps": 2, **changes})
@@ -79,13 +79,13 @@ def habits(**cases: dict[str, Any]) -> Callable[[Callable[..., Any]], Callable[.
     return register
 
 
-def run_habits(folder: str, helix: dict[str, Any] | None, names: list[str], family: str = "llama") -> dict[str, Any]:
+def run_habits(folder: str, helix: dict[str, Any] | None, names: list[str], **sizes: Any) -> dict[str, Any]:
     """What every habit gives, or the error it ends with."""
     result: dict[str, Any] = {}
     for name in names:
         here = Path(folder) / name
         try:
-            result[name] = plain(HABITS[name](Make(here, helix, family)))
+            result[name] = plain(HABITS[name](Make(here, helix, sizes)))
         except Exception as error:
             result[name] = f"{type(error).__name__}: {error}"
     return result
@@ -104,6 +104,29 @@ def accuracy(result: Any) -> dict[str, float]:
         parts = result.predictions, result.label_ids
     right = [(logits.argmax(-1)[:, :-1] == labels[:, 1:]).mean() for logits, labels in zip(*parts, strict=True)]
     return {"accuracy": sum(right) / len(right), "samples": sum(map(len, parts[0]))}
+
+
+class Accuracy:
+    """Metrics of all predictions at once, or batch by batch."""
+
+    def __init__(self) -> None:
+        self.right = self.all = self.rows = 0
+
+    def __call__(self, result: Any, compute_result: bool = True) -> dict[str, float]:
+        predictions, labels = (torch.as_tensor(value) for value in (result.predictions, result.label_ids))
+        counted = labels != -100
+        self.right += int((predictions == labels)[counted].sum())
+        self.all += int(counted.sum())
+        self.rows += len(labels)
+        if not compute_result:
+            return {}
+        metrics = {"accuracy": self.right / self.all, "rows": self.rows}
+        self.__init__()  # type: ignore[misc]
+        for name in ("inputs", "losses"):
+            value = getattr(result, name, None)
+            if value is not None and not isinstance(value, dict):
+                metrics[name] = float(torch.as_tensor(value).double().sum())
+        return metrics
 
 
 class ChangesInputs:
@@ -189,6 +212,92 @@ def trains(make: Make, assigned: dict[str, Any] | None = None, times: int = 1, *
     return [trained(trainer) for _ in range(times)]
 
 
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "states": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.01),
+    "none yet": lambda model: torch.optim.NAdam(model.parameters(), lr=0.01),
+}
+
+
+@habits(
+    smoothed_labels={"label_smoothing_factor": 0.2, "gradient_accumulation_steps": 2, **EVALUATED},
+    early_stopping={
+        **EVALUATED,
+        "max_steps": 40,
+        "learning_rate": 0.01,
+        "metric_for_best_model": "loss",
+        "save_strategy": "best",
+        "save_only_model": True,
+        "save_total_limit": 2,
+        "patience": 1,
+    },
+    a_rate_that_follows_evaluations={
+        **EVALUATED,
+        "eval_steps": 1,
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.5},
+    },
+    an_optimizer_passed_in={"optimizer": "none yet", "max_steps": 4},
+    an_optimizer_with_states={"optimizer": "states", "max_steps": 4},
+    a_class_of_optimizers={"optimizer_cls_and_kwargs": (torch.optim.RAdam, {"lr": 0.01, "eps": 1e-6}), "max_steps": 4},
+    adafactor={"optim": "adafactor", "max_steps": 4},
+    grouped_by_length={
+        "train_sampling_strategy": "group_by_length",
+        "num_train_epochs": 2,
+        "max_steps": -1,
+        "lengths": (17, 5, 11, 8, 14),
+    },
+    rebalanced_by_length={
+        "train_sampling_strategy": "batch_rebalance",
+        "num_train_epochs": 1,
+        "max_steps": -1,
+        "lengths": (17, 5, 11, 8, 14),
+    },
+    metrics_of_everything={
+        **EVALUATED,
+        "eval_on_start": True,
+        "eval_accumulation_steps": 1,
+        "include_for_metrics": ["inputs", "loss"],
+        "include_num_input_tokens_seen": "non_padding",
+        "measured": True,
+        "lengths": (9, 17),
+    },
+    metrics_batch_by_batch={**EVALUATED, "batch_eval_metrics": True, "measured": True},
+    batches_split={**EVALUATED, "accelerator_config": {"split_batches": True}},
+    a_stream_read_by_all={"max_steps": 4, "accelerator_config": {"dispatch_batches": False}, "stream": True},
+    all_tokens_counted={"max_steps": 4, "include_num_input_tokens_seen": "all", "lengths": (17, 9)},
+)
+def follows(
+    make: Make,
+    patience: int = 0,
+    optimizer: str = "",
+    stream: bool = False,
+    measured: bool = False,
+    lengths: tuple[int, ...] = (17,),
+    optimizer_cls_and_kwargs: Any = None,
+    **changes: Any,
+) -> Any:
+    """The log, the events, and the checkpoints that are left."""
+    recorder, rows, model = Recorder(), sequences(24, lengths=lengths), make.model()
+    options: dict[str, Any] = {
+        "model": model,
+        "train_dataset": Stream(rows) if stream else rows,
+        "eval_dataset": sequences(5, lengths=lengths, seed=9),
+        "data_collator": padded,
+        "callbacks": [recorder, *([EarlyStoppingCallback(patience)] if patience else [])],
+        "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs,
+    }
+    if optimizer:
+        given = OPTIMIZERS[optimizer](model)
+        options["optimizers"] = given, torch.optim.lr_scheduler.ExponentialLR(given, 0.9)
+    if measured:
+        options["compute_metrics"] = Accuracy()
+        options["preprocess_logits_for_metrics"] = lambda logits, labels: logits.argmax(-1).roll(1, 1)
+    trainer = make(options=options, **changes)
+    state = trained(trainer), trainer.state.best_global_step, trainer.state.num_input_tokens_seen
+    return state, recorder.events, sorted(path.name for path in make.folder.glob("checkpoint-*"))
+
+
 # -- the loop ------------------------------------------------------------------------------------------------------
 
 
@@ -245,32 +354,8 @@ def stopped_inside_a_window(make: Make) -> Any:
 
 
 @habit
-def callbacks_added_and_removed(make: Make) -> Any:
-    trainer, mine = make(), Controls()
-    trainer.add_callback(mine)
-    trainer.add_callback(TrainerCallback)
-    popped = trainer.pop_callback(Controls) is mine
-    trainer.remove_callback(TrainerCallback)
-    return popped, [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
-
-
-@habit
-def schedules(make: Make) -> Any:
-    kinds = ("constant_with_warmup", "cosine", "inverse_sqrt", "polynomial")
-    return [trained(make(lr_scheduler_type=kind, warmup_steps=1, max_steps=3))[0] for kind in kinds]
-
-
-@habit
 def seeds_of_data(make: Make) -> Any:
     return [trained(make(data_seed=seed, seed=5, max_steps=2))[0] for seed in (1, 2)]
-
-
-@habit
-def determinism(make: Make) -> Any:
-    try:
-        return trained(make(full_determinism=True))
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @habit
@@ -305,14 +390,6 @@ def after_an_exception(make: Make) -> Any:
 
 
 @habit
-def steps_by_ratios(make: Make) -> Any:
-    """Steps that are parts of the run; the last evaluation is that of the end."""
-    ratios = {"logging_steps": 0.5, "eval_steps": 0.4, "save_steps": 0.34, "warmup_steps": 0.5}
-    trainer = make(**ratios, eval_strategy="steps", save_strategy="steps", max_steps=5)
-    return trained(trainer), sorted(path.name for path in make.folder.glob("checkpoint-*"))
-
-
-@habit
 def windows_longer_than_the_data(make: Make) -> Any:
     """A step is a whole epoch then; `get_batch_samples` is assigned to see what it gives."""
 
@@ -328,35 +405,6 @@ def windows_longer_than_the_data(make: Make) -> Any:
         return trained(trainer), seen
 
     return [watched(make(gradient_accumulation_steps=5, num_train_epochs=2, max_steps=steps)) for steps in (3, -1)]
-
-
-class Kept(TrainerCallback, ExportableState):
-    """Has a state that checkpoints keep."""
-
-    def __init__(self, name: str = "") -> None:
-        self.name, self.steps = name, 0
-
-    def on_step_end(self, *args: Any, **given: Any) -> None:
-        self.steps += 1
-
-    def state(self) -> dict[str, Any]:
-        return {"args": {"name": self.name}, "attributes": {"steps": self.steps}}
-
-
-@habit
-def states_of_callbacks(make: Make) -> Any:
-    """Two of one class, early stopping, and none where the checkpoint has some."""
-    every = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-    every["metric_for_best_model"] = "loss"
-    make(options={"callbacks": [Kept("a"), Kept("b"), EarlyStoppingCallback(5, 0.2)]}, **every).train()
-    result = []
-    for callbacks in ([Kept(), Kept(), EarlyStoppingCallback()], []):
-        restored = {"restore_callback_states_from_checkpoint": True, "max_steps": 3}
-        trainer = make(options={"callbacks": callbacks}, **{**every, **restored})
-        trainer.train(resume_from_checkpoint=str(make.folder / "checkpoint-2"))
-        kept = [one for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
-        result.append([one.state() for one in kept])
-    return result
 
 
 @habit
@@ -386,19 +434,6 @@ def loaders_of_ones_own(make: Make) -> Any:
 
     trainer = make(kind=Mine, options={"compute_metrics": accuracy}, max_steps=4)
     return trained(trainer), trainer.evaluate()
-
-
-@habit
-def columns_kept(make: Make) -> Any:
-    rows = [{**row, "index": torch.tensor(place)} for place, row in enumerate(sequences(4))]
-    seen = []
-
-    def collate(batch: Any) -> Any:
-        seen.append([int(row["index"]) for row in batch])
-        return padded(batch)
-
-    options = {"train_dataset": rows, "data_collator": collate}
-    return trained(make(options=options, remove_unused_columns=False)), seen
 
 
 # -- evaluation ----------------------------------------------------------------------------------------------------
@@ -627,13 +662,6 @@ def arguments_left_alone(make: Make) -> Any:
 
 
 @habit
-def checkpoints_kept(make: Make) -> Any:
-    trainer = make(save_strategy="steps", save_steps=1, save_total_limit=2, max_steps=4)
-    trainer.train()
-    return sorted(path.name for path in make.folder.glob("checkpoint-*"))
-
-
-@habit
 def going_on_for_longer(make: Make) -> Any:
     make(save_strategy="steps", save_steps=2, max_steps=2, lr_scheduler_type="constant").train()
     trainer = make(max_steps=4, lr_scheduler_type="constant", ignore_data_skip=True)
@@ -811,11 +839,12 @@ REFUSED = {
 REFUSED_CUT = {
     **REFUSED,
     "losses_by_hand": r"cannot be called directly with gradients; use .*trainer\.prediction_step",
+    "adafactor": "optim='adafactor'.*tp_size=2",
     "an_optimizer_factory": "optimizer_cls_and_kwargs=.*Factory.*granularity = 'element'",
     "a_search_whose_model_asks": "model_init asks the trial for layers, and on 2 ranks.*in hp_space",
     "a_search_that_prunes": "pruner=.* on 2 ranks.*leave it out",
 }
-ONE_PROCESS = {"workers"}  # the processes of a cluster may have none of their own
+ONE_PROCESS = {"workers", "rebalanced_by_length"}  # processes of a cluster may have no workers; for several batches
 RANK_0 = {
     "a_search",
     "a_search_that_ends_early",
@@ -839,6 +868,10 @@ QUICK = {
     "another_model_assigned",
     "counts",
     "arguments_left_alone",
+    "an_optimizer_passed_in",
+    "smoothed_labels",
+    "early_stopping",
+    "metrics_of_everything",
 }
 
 
@@ -859,28 +892,42 @@ def differences(result: dict[str, Any], expected: dict[str, Any], refused: dict[
     return said
 
 
-def compare_on_two_ranks(names: set[str], cluster_of: Any, folder: Path, family: str = "llama") -> None:
-    chosen = known(names - ONE_PROCESS)
-    expected = run_habits(str(folder / "stock"), None, chosen, family)
-    job = {"folder": str(folder / "helix"), "helix": {"plan": "sequential", "tp_size": 2}, "family": family}
-    ranks = cluster_of(2).run(run_habits, names=chosen, **job)
+TP, PP, CP, DP, KEPT = {"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}, {}, {"shard_optimizer": True}
+PASSED = {"an_optimizer_passed_in", "an_optimizer_with_states", "a_class_of_optimizers"}
+OVER_BATCHES = {"smoothed_labels", "metrics_of_everything", "rebalanced_by_length", "all_tokens_counted"}
+OVER_STAGES = {"smoothed_labels", "a_stream_read_by_all", "all_tokens_counted", "adafactor", *PASSED}
+
+
+@pytest.mark.parametrize(
+    ("helix", "names", "sizes"),
+    [
+        (TP, QUICK, {}),
+        (DP, {"grouped_by_length", "batches_split", "a_stream_read_by_all"}, {}),
+        (PP, {"a_model_made_anew"}, {"num_hidden_layers": 4}),
+        slow(TP, HABITS.keys() - QUICK - ONE_PROCESS, {}),
+        slow(TP, QUICK, {"family": f"{HOME}olmo2"}),
+        slow(DP, OVER_BATCHES, {}),
+        slow(PP, OVER_STAGES, {"num_hidden_layers": 4}),
+        slow(CP, {"smoothed_labels"}, {}),
+        slow(KEPT, PASSED, {}),
+    ],
+    ids=["tp", "dp", "pp", "tp, others", "tp, derived", "dp, others", "pp, others", "cp", "shard_optimizer"],
+)
+def test_two_ranks(helix: dict[str, Any], names: set[str], sizes: dict[str, Any], cluster_of: Any, tmp_path: Path):
+    """Ranks that share a batch behave as one process, and data-parallel ones as under DDP."""
+    job = {"names": known(names), **sizes}
+    if helix in (DP, KEPT):
+        expected = cluster_of(2).run(run_habits, folder=str(tmp_path / "stock"), helix=None, **job)[0]
+    else:
+        expected = run_habits(str(tmp_path / "stock"), None, **job)
+    ranks = cluster_of(2).run(run_habits, folder=str(tmp_path), helix={"plan": "sequential", **helix}, **job)
     for rank, result in enumerate(ranks):
         compared = {name: value for name, value in expected.items() if rank == 0 or name not in RANK_0}
-        assert differences(result, compared, REFUSED_CUT) == [], f"rank {rank}"
-
-
-def test_two_ranks(cluster_of: Any, tmp_path: Path) -> None:
-    compare_on_two_ranks(QUICK, cluster_of, tmp_path)
-
-
-@pytest.mark.slow
-def test_other_habits_on_two_ranks(cluster_of: Any, tmp_path: Path) -> None:
-    compare_on_two_ranks(HABITS.keys() - QUICK, cluster_of, tmp_path)
-
-
-@pytest.mark.slow
-def test_two_ranks_with_a_derived_model(cluster_of: Any, tmp_path: Path) -> None:
-    compare_on_two_ranks(QUICK, cluster_of, tmp_path, f"{HOME}olmo2")
+        assert differences(result, compared, REFUSED_CUT if helix == TP else REFUSED) == [], f"rank {rank}"
+    if "early_stopping" in names:
+        (log, *_), *_ = expected["early_stopping"][0]
+        assert max(entry["step"] for entry in log) < 40
+        assert expected["early_stopping"][-1], "checkpoints"
 
 
 @pytest.mark.slow
