@@ -1,7 +1,6 @@
 """`plan="auto"` and `plan="search"` measure before the first step; training goes on as if they had not."""
 
 import datetime
-import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from support import tuning_jobs
 from support.marks import slow
 from support.models import llama
 
+from hf_helix.cli.main import main
 from hf_helix.planning.plan.files import load_plan
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.timing.profile_file import load_profile
@@ -40,23 +40,15 @@ def tune(cluster: Any, folder: Path, plan: str, cache: Path | None = None, **opt
     return first
 
 
-MEASURED = ["auto", slow("search")]
-
-
 @pytest.fixture(scope="module")
-def kept(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Any]]]:
-    """By plan, a cache and what was found when it was filled."""
-
-    @functools.cache
-    def fill(plan: str) -> tuple[Path, dict[str, Any]]:
-        folder = tmp_path_factory.mktemp(plan)
-        return folder / "cache", tune(cluster_of(2), folder, plan)
-
-    return fill
+def kept(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A cache, and what was found when it was filled."""
+    folder = tmp_path_factory.mktemp("auto")
+    return folder / "cache", tune(cluster_of(2), folder, "auto")
 
 
 def test_the_fastest_plan_is_kept(kept: Any) -> None:
-    result = kept("auto")[1]
+    result = kept[1]
     assert set(result["predicted"]) == set(CANDIDATES)
     fastest = sorted((r for r in CANDIDATES if r != "sequential"), key=result["predicted"].get)[: FULL.timed]
     assert set(result["steps"]) == {"sequential", *fastest}
@@ -69,22 +61,20 @@ def test_the_fastest_plan_is_kept(kept: Any) -> None:
     assert result["gradient_bytes"] == [4 * whole] * 2
 
 
-@pytest.mark.parametrize("plan", MEASURED)
-def test_measuring_leaves_no_trace_in_the_results(plan: str, kept: Any, cluster_of: Any, tmp_path: Path) -> None:
+def test_measuring_leaves_no_trace_in_the_results(kept: Any, cluster_of: Any, tmp_path: Path) -> None:
     """The same bits as a run that measures nothing, dropout included; only tiles may round differently."""
     plain = tune(cluster_of(2), tmp_path, "sequential")
     assert plain["tuning"] is None
-    result = kept(plan)[1]
+    result = kept[1]
     tolerance = 1e-5 if result["rule"] == "intra_batch" else 0.0
     for key in ("losses", "norms", "eval"):
         assert result[key] == pytest.approx(plain[key], rel=tolerance, abs=0)
 
 
-@pytest.mark.parametrize("plan", MEASURED)
-def test_the_second_run_of_a_case_measures_nothing(plan: str, kept: Any, cluster_of: Any, tmp_path: Path) -> None:
-    cache, first = kept(plan)
+def test_the_second_run_of_a_case_measures_nothing(kept: Any, cluster_of: Any, tmp_path: Path) -> None:
+    cache, first = kept
     assert first["measured"] == 1
-    again = tune(cluster_of(2), tmp_path, plan, cache, forbidden=True)
+    again = tune(cluster_of(2), tmp_path, "auto", cache, forbidden=True)
     assert again["measured"] == 0
     for key in ("plan", "tuning", "kept", "steps", "predicted"):
         assert again[key] == first[key], key
@@ -102,52 +92,41 @@ def test_the_second_run_of_a_case_measures_nothing(plan: str, kept: Any, cluster
     assert load_plan(tmp_path / "helix" / "plan.json", graphs, **made_for).to_json() == again["plan"]
 
 
-@pytest.mark.parametrize("plan", MEASURED)
-def test_the_cache_holds_files_for_people(plan: str, kept: Any) -> None:
-    (folder,) = kept(plan)[0].iterdir()
+def test_the_cache_holds_files_for_people(kept: Any) -> None:
+    (folder,) = kept[0].iterdir()
     assert sorted(path.name for path in folder.iterdir()) == ["plan.json", "profile.json", "tuning.json"]
     profile = load_profile(folder / "profile.json")
     case = json.loads((folder / "tuning.json").read_text())["case"]
     assert case["model"] == profile.about["model"]
-    assert case["plan"] == plan
+    assert case["plan"] == "auto"
     mesh = {"tp_size": 2, "pp_size": 1}
-    loaded = load_plan(folder / "plan.json", profile.layout.graphs, model="LlamaForCausalLM", mesh=mesh)
-    assert loaded.rule == plan or plan == "auto"
+    load_plan(folder / "plan.json", profile.layout.graphs, model="LlamaForCausalLM", mesh=mesh)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["search", "dhelix"])
-def test_a_plan_that_is_asked_for_is_kept_whether_fastest_or_not(plan: str, kept: Any) -> None:
-    result = kept(plan)[1]
+def test_a_plan_that_is_asked_for_is_kept_whether_fastest_or_not(cluster_of: Any, tmp_path: Path) -> None:
+    result = tune(cluster_of(2), tmp_path, "dhelix", helix={"cache": False})
     assert result["first"] == "greedy", "until it was measured"
-    assert result["rule"] == result["kept"] == plan
-    assert result["steps"].keys() == {plan}
+    assert result["rule"] == result["kept"] == "dhelix"
+    assert result["steps"].keys() == {"dhelix"}
     assert result["tuning"]["bound"] > 0
     assert result["tuning"]["ranks"] == 2
-
-
-@pytest.mark.slow
-def test_nothing_is_kept_where_that_is_not_wanted(cluster_of: Any, tmp_path: Path) -> None:
-    assert tune(cluster_of(2), tmp_path, "search", helix={"cache": False})["measured"] == 1
     assert not (tmp_path / "cache").exists()
 
 
 OTHER_CASES: dict[str, dict[str, Any]] = {
-    "another plan": {"helix": {"plan": "auto"}},
+    "another plan": {"helix": {"plan": "search"}},
     "longer": {"data": {"count": 20, "lengths": (11,)}},
-    "larger batches": {"training": {**SMALL["training"], "per_device_train_batch_size": 3}},
-    "more micro-batches": {"training": {**SMALL["training"], "gradient_accumulation_steps": 3}},
-    "another model": {"model": {**SMALL["model"], "intermediate_size": 58}},
     "recomputed": {"helix": {"recompute": "full"}},
-    "another attention": {"model": {**SMALL["model"], "attn_implementation": "eager"}},
 }
+"""What else is another case: tests/unit/tuning/test_fingerprint.py."""
 
 
 @pytest.mark.parametrize("case", OTHER_CASES)
 @pytest.mark.slow
 def test_other_cases_are_measured_anew(case: str, kept: Any, cluster_of: Any, tmp_path: Path) -> None:
-    cache = Path(shutil.copytree(kept("search")[0], tmp_path / "cache"))
-    result = tune(cluster_of(2), tmp_path, "search", cache, **OTHER_CASES[case])
+    cache = Path(shutil.copytree(kept[0], tmp_path / "cache"))
+    result = tune(cluster_of(2), tmp_path, "auto", cache, **OTHER_CASES[case])
     assert result["measured"] == 1
     assert len(list(cache.iterdir())) == 2
 
@@ -171,34 +150,25 @@ def garble(name: str, text: str) -> Callable[[Path], object]:
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "no tuning": lambda folder: (folder / "tuning.json").unlink(),
     "no plan": lambda folder: (folder / "plan.json").unlink(),
-    "empty tuning": garble("tuning.json", ""),
     "truncated tuning": garble("tuning.json", '{"format": "hf_helix.tuning/1", "case"'),
     "tuning is a list": garble("tuning.json", "[]"),
     "bytes": lambda folder: (folder / "tuning.json").write_bytes(b"\xff\xfe"),
     "another format": damage("tuning.json", lambda data: data.update(format="hf_helix.tuning/0")),
     "another case": damage("tuning.json", lambda data: data["case"].update(torch="1.0")),
     "no bound": damage("tuning.json", lambda data: data.pop("bound")),
-    "no schedule": damage("tuning.json", lambda data: data.pop("schedule")),
     "an unknown figure": damage("tuning.json", lambda data: some(data).update(luck=1)),
-    "truncated plan": garble("plan.json", '{"format"'),
-    "empty plan": garble("plan.json", ""),
-    "a plan for other graphs": damage("plan.json", lambda data: data.update(graphs="0")),
-    "a plan of an older version": damage("plan.json", lambda data: data.update(format="hf_helix.plan/0")),
     "a profile of an older version": damage("profile.json", lambda data: data.update(format="hf_helix.profile/0")),
-    "truncated profile": garble("profile.json", '{"format"'),
     "an impossible profile": damage("profile.json", lambda data: data["operators"]["layer"].popitem()),
-}
-UNREAD: dict[str, Callable[[Path], object]] = {
+    # Read or raised on rank 0, they take the training down.
     "figures are a list": damage("tuning.json", lambda data: data.update(overlaps=[])),
     "kept is unknown": damage("tuning.json", lambda data: data.update(kept="magic")),
     "figures are text": damage("tuning.json", lambda data: some(data).update(step="fast")),
 }
-
-
-# Of these, `cache.load` knows nothing.
-PLANS_DAMAGED = ("truncated plan", "empty plan", "a plan for other graphs", "a plan of an older version")
+PLANS_DAMAGED: dict[str, Callable[[Path], object]] = {  # of which `cache.load` knows nothing
+    "truncated plan": garble("plan.json", '{"format"'),
+    "a plan for other graphs": damage("plan.json", lambda data: data.update(graphs="0")),
+}
 
 
 def damaged(harm: Callable[[Path], object], cache: Path, folder: Path) -> Path:
@@ -209,32 +179,24 @@ def damaged(harm: Callable[[Path], object], cache: Path, folder: Path) -> Path:
     return copy
 
 
-def loads(harm: Callable[[Path], object], kept: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether something is read from the harmed cache; in this process."""
-    whole, _ = kept("auto")
-    (case,) = (json.loads((path / "tuning.json").read_text())["case"] for path in whole.iterdir())
-    monkeypatch.setenv("HELIX_CACHE", str(damaged(harm, whole, folder).parent))
-    return cache.load(case) is not None
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("harm", DAMAGES)
+@pytest.mark.parametrize("harm", PLANS_DAMAGED)
 def test_what_cannot_be_read_is_measured_anew(harm: str, kept: Any, cluster_of: Any, tmp_path: Path) -> None:
-    folder = damaged(DAMAGES[harm], kept("search")[0], tmp_path).parent
-    assert tune(cluster_of(2), tmp_path, "search", folder)["measured"] == 1
-    assert tune(cluster_of(2), tmp_path, "search", folder, forbidden=True)["measured"] == 0, "whole again"
+    folder = damaged(PLANS_DAMAGED[harm], kept[0], tmp_path).parent
+    assert tune(cluster_of(2), tmp_path, "auto", folder)["measured"] == 1
+    assert tune(cluster_of(2), tmp_path, "auto", folder, forbidden=True)["measured"] == 0, "whole again"
 
 
-@pytest.mark.parametrize("harm", [harm for harm in DAMAGES if harm not in PLANS_DAMAGED])
-def test_what_is_damaged_is_not_read(harm: str, kept: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert loads(lambda folder: None, kept, tmp_path / "other", monkeypatch)
-    assert not loads(DAMAGES[harm], kept, tmp_path, monkeypatch)
+def test_what_is_damaged_is_not_read(kept: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = kept
+    (case,) = (json.loads((path / "tuning.json").read_text())["case"] for path in whole.iterdir())
 
+    def found(name: str, harm: Callable[[Path], object]) -> bool:
+        monkeypatch.setenv("HELIX_CACHE", str(damaged(harm, whole, tmp_path / name).parent))
+        return cache.load(case) is not None
 
-@pytest.mark.parametrize("harm", UNREAD)
-def test_what_makes_no_sense_is_not_read(harm: str, kept: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read or raised on rank 0, it takes the training down."""
-    assert not loads(UNREAD[harm], kept, tmp_path, monkeypatch)
+    assert found("whole", lambda folder: None)
+    assert [name for name, harm in DAMAGES.items() if found(name, harm)] == []
 
 
 @pytest.mark.slow
@@ -251,13 +213,13 @@ def test_a_cache_that_cannot_be_written_is_said(cluster_of: Any, tmp_path: Path)
 @pytest.fixture(scope="module")
 def profile(kept: Any) -> Path:
     """As a run that has measured leaves it in its cache."""
-    (case,) = kept("auto")[0].iterdir()
+    (case,) = kept[0].iterdir()
     return case / "profile.json"
 
 
 @pytest.mark.parametrize(
     "plan",
-    ["search", *(slow(p) for p in ("dhelix", "greedy", "round_robin", "intra_batch"))],
+    ["search", slow("dhelix"), slow("intra_batch")],
 )
 def test_a_given_profile_is_planned_with(plan: str, profile: Path, cluster_of: Any, tmp_path: Path) -> None:
     """Nothing is measured or waited for; the plan is the one that the file gives anywhere."""
@@ -294,9 +256,7 @@ def test_another_profile_at_the_same_path_is_another_case(
 
 WRONG_PROFILES: dict[str, tuple[Callable[[dict[str, Any]], object] | None, str]] = {
     "cut off": (None, "is damaged"),
-    "another model": (lambda data: data["about"].update(model="LlamaForCausalLM 0"), "is for model"),
     "another mesh": (lambda data: data["about"].update(mesh="tp=4"), "is for mesh 'tp=4', this run has 'tp=2'"),
-    "nothing said of the model": (lambda data: data["about"].pop("model"), "is for model None"),
 }
 """What else may be wrong with one is among the tests of its files (unit/planning/timing/test_profile.py)."""
 
@@ -319,13 +279,7 @@ def check_refused(path: Path, message: str, cluster: Any) -> None:
 # Windows that tell nothing
 
 
-WAITING = [
-    ("auto", "greedy"),
-    *(slow(*p) for p in [("dhelix", "greedy"), ("round_robin",) * 2]),
-]
-
-
-@pytest.mark.parametrize(("plan", "rule"), WAITING)
+@pytest.mark.parametrize(("plan", "rule"), [("auto", "greedy"), slow("round_robin", "round_robin")])
 def test_a_window_of_one_micro_batch_waits(plan: str, rule: str, cluster_of: Any, tmp_path: Path) -> None:
     """Nothing is interleaved, and that is said once, whatever the plan, with what to change."""
     training = {"gradient_accumulation_steps": 1, "max_steps": 2}
@@ -345,11 +299,10 @@ def test_a_data_set_of_one_batch_is_the_reason(cluster_of: Any, tmp_path: Path) 
     assert "gradient_accumulation_steps is 4, but the data set has only one batch for this rank" in said
 
 
-@pytest.mark.parametrize("plan", ["intra_batch", slow("sequential")])
-def test_plans_of_one_micro_batch_at_a_time_need_no_other(plan: str, cluster_of: Any, tmp_path: Path) -> None:
+def test_a_plan_of_one_micro_batch_at_a_time_needs_no_other(cluster_of: Any, tmp_path: Path) -> None:
     training = {"gradient_accumulation_steps": 1, "max_steps": 2}
-    result = tune(cluster_of(2), tmp_path, plan, training=training, forbidden=True)
-    assert result["rule"] == plan
+    result = tune(cluster_of(2), tmp_path, "intra_batch", training=training, forbidden=True)
+    assert result["rule"] == "intra_batch"
     assert result["said"] == []
 
 
@@ -370,3 +323,20 @@ def test_tuning_beside_data_parallelism(cluster_of: Any, tmp_path: Path) -> None
     assert all(run["measured"] == 1 for run in first)
     assert all(run["measured"] == 0 for run in again)
     assert all(run["steps"] == first[0]["steps"] for run in first + again)
+
+
+@pytest.mark.slow
+def test_a_run_says_that_another_layout_is_faster(
+    cluster_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where `hf-helix doctor` has found one; tests/unit/engine/test_advice.py has when not."""
+    monkeypatch.setenv("HELIX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("hf_helix.cli.doctor.usable_cores", lambda: 1)  # what is counted serves all its questions
+    llama(num_hidden_layers=2).config.save_pretrained(tmp_path / "model")
+    sizes = ["--sequence_length", "9", "--batch_tokens", "36"]  # two micro-batches of two sequences
+    main(["doctor", "--model", str(tmp_path / "model"), "--cluster", "emulated-link", "--dtype", "fp32", *sizes])
+    found = tune(cluster_of(2), tmp_path, "sequential", model={"num_hidden_layers": 2})
+    (line,) = (line for line in found["said"] if "doctor" in line)
+    assert line.startswith("hf_helix: hf-helix doctor predicts that dp 2 trains ")
+    assert "times as fast as this layout, tp 2 (2 CPU processes, joined by an emulated link of 300 Mbit/s, 9" in line
+    assert "9 tokens a sequence and 36 a step in fp32)" in line
