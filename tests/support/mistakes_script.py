@@ -10,7 +10,10 @@ from transformers import TrainerCallback
 
 from hf_helix import HelixConfig, HelixTrainer
 
-RANK = int(os.environ.get("RANK", "0"))
+
+def rank() -> int:
+    """Also of a process that a notebook has forked."""
+    return int(os.environ.get("RANK", "0"))
 
 
 class Broken(TrainerCallback):
@@ -20,10 +23,10 @@ class Broken(TrainerCallback):
         self.mistake = mistake
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 2 and RANK == 1 and self.mistake == "callback":
+        if state.global_step == 2 and rank() == 1 and self.mistake == "callback":
             raise RuntimeError("boom on one rank")
         if state.global_step == 2 and self.mistake in ("interrupt", "preempt"):
-            Path(f"stepping-{RANK}").touch()
+            Path(f"stepping-{rank()}").touch()
 
 
 def main(mistake: str) -> None:
@@ -37,11 +40,13 @@ def main(mistake: str) -> None:
     trainer = HelixTrainer(
         model=llama(), args=args, train_dataset=data, helix_config=config, callbacks=[Broken(mistake)]
     )
-    trainer.train()
+    loss = trainer.train().training_loss
+    if mistake == "sound" and trainer.is_world_process_zero():
+        print(f"trained: {loss:.3f}", flush=True)
     if mistake == "alone" and trainer.is_world_process_zero():
         trainer.save_model()
     if mistake == "preempt":
-        print(f"rank {RANK} went on after step {trainer.state.global_step}", flush=True)
+        print(f"rank {rank()} went on after step {trainer.state.global_step}", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from support.cluster import free_port
 from support.forked_ranks import fork_ranks
 from support.launches import PATHS, SUPPORT, accelerate, launch_config, torchrun
 from support.launches import output_of as printed_by
-from support.marks import slow
 
 LIMIT = 200  # a busy machine takes a minute to start two processes
 
@@ -69,19 +68,15 @@ def test_a_layout_in_accelerates_own_words(tmp_path: Path) -> None:
     assert said.count("tp_size=2 plan=sequential") == 2, said
 
 
-@pytest.mark.parametrize("launches", [False, slow(True)], ids=["ranks", "launched"])
-def test_an_error_that_every_rank_raises_alike(launches: bool, tmp_path: Path) -> None:
+def test_an_error_that_every_rank_raises_alike(tmp_path: Path) -> None:
     """The launcher's summary is what is in the error file of a rank."""
-    if launches:
-        said, summary = output_of(launch(tmp_path, "endings_script.py", "options"))
-    else:
-        ranks = fork_ranks(tmp_path, SUPPORT / "endings_script.py", "options", files=True)
-        assert [rank.wait(LIMIT) for rank in ranks] == [1, 1]
-        said = "".join((tmp_path / f"{rank}.log").read_text() for rank in range(2))
-        files = [tmp_path / "attempt_0" / str(rank) / "error.json" for rank in range(2)]
-        first, second = (json.loads(file.read_text())["message"]["message"] for file in files)
-        summary = min(first, second, key=len)
-        assert {first, second} == {summary, f"rank {summary == second:d} failed: {summary}"}
+    ranks = fork_ranks(tmp_path, SUPPORT / "endings_script.py", "options", files=True)
+    assert [rank.wait(LIMIT) for rank in ranks] == [1, 1]
+    said = "".join((tmp_path / f"{rank}.log").read_text() for rank in range(2))
+    files = [tmp_path / "attempt_0" / str(rank) / "error.json" for rank in range(2)]
+    first, second = (json.loads(file.read_text())["message"]["message"] for file in files)
+    summary = min(first, second, key=len)
+    assert {first, second} == {summary, f"rank {summary == second:d} failed: {summary}"}
     sentence = "ValueError: tp_size must be at least 1, such as tp_size=1; got 0"
     assert said.count(sentence) == 1, said
     assert said.count("Traceback") == 1
@@ -92,13 +87,12 @@ def test_an_error_that_every_rank_raises_alike(launches: bool, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
 @pytest.mark.parametrize(
-    ("mistake", "sentence", "line"),
+    ("launcher", "mistake", "sentence", "line"),
     [
-        ("size", "ValueError: tp_size=4 must divide the world size, 2 processes; values that work: 1, 2", ""),
-        ("callback", "RuntimeError: boom on one rank", "rank 0 ends because rank 1 failed: RuntimeError: boom"),
-        ("data", "ValueError: the batch has no labels", ""),
+        ("torchrun", "size", "ValueError: tp_size=4 must divide the world size, 2 processes; values that work:", ""),
+        ("torchrun", "callback", "RuntimeError: boom on one rank", "rank 0 ends because rank 1 failed: RuntimeError:"),
+        ("accelerate", "data", "ValueError: the batch has no labels", ""),
     ],
 )
 def test_mistakes_in_a_training_script(launcher: str, mistake: str, sentence: str, line: str, tmp_path: Path) -> None:
@@ -111,9 +105,8 @@ def test_mistakes_in_a_training_script(launcher: str, mistake: str, sentence: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
-def test_ctrl_c_says_which_checkpoint_the_run_goes_on_from(launcher: str, tmp_path: Path) -> None:
-    process = launch(tmp_path, "mistakes_script.py", "interrupt", launcher)
+def test_ctrl_c_says_which_checkpoint_the_run_goes_on_from(tmp_path: Path) -> None:
+    process = launch(tmp_path, "mistakes_script.py", "interrupt", "accelerate")
     wait_for(tmp_path, "stepping")
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does; the launcher hands it on to the ranks
     said, _ = output_of(process)
@@ -146,20 +139,13 @@ def test_sigterm_to_the_launcher(tmp_path: Path) -> None:
         assert f"rank {rank} went on after step {saved.name.removeprefix('checkpoint-')}" in said
 
 
-@pytest.mark.parametrize("launches", [False, slow(True)], ids=["ranks", "launched"])
-def test_ctrl_c(launches: bool, tmp_path: Path) -> None:
-    if launches:
-        process = launch(tmp_path, "endings_script.py", "interrupt")
-        wait_for(tmp_path, "communicating")
-        os.killpg(process.pid, signal.SIGINT)
-        said, _ = output_of(process)
-    else:
-        ranks = fork_ranks(tmp_path, SUPPORT / "endings_script.py", "interrupt")
-        wait_for(tmp_path, "communicating")
-        for rank in ranks:
-            rank.interrupt()
-        assert 0 not in [rank.wait(LIMIT) for rank in ranks]
-        said = "".join((tmp_path / f"{rank}.log").read_text() for rank in range(2))
+def test_ctrl_c(tmp_path: Path) -> None:
+    ranks = fork_ranks(tmp_path, SUPPORT / "endings_script.py", "interrupt")
+    wait_for(tmp_path, "communicating")
+    for rank in ranks:
+        rank.interrupt()
+    assert 0 not in [rank.wait(LIMIT) for rank in ranks]
+    said = "".join((tmp_path / f"{rank}.log").read_text() for rank in range(2))
     assert said.count("hf_helix: interrupted; stopped after step 2; out/checkpoint-2 is there\n") == 1, said
     assert "KeyboardInterrupt" not in said
 

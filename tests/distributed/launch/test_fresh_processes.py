@@ -9,7 +9,10 @@ import pytest
 from support.graphs import LLAMA, layout_of, list_scheduled, random_priority, random_times, schedule_of
 from support.paths import ROOT
 from support.profiles import MODEL, tiny_profile
+from support.simulated import case_of, cluster_with, on_meta
 
+from hf_helix.doctor.layouts import Ranking, Search
+from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.planning.plan.list_scheduler import Priorities
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.timing.profile_file import save_profile
@@ -82,6 +85,8 @@ def test_the_import_alone_sets_the_connections(
 
 ORDER = """
 from support.graphs import LLAMA, layout_of, list_scheduled, random_priority, random_times, schedule_of
+from hf_helix.doctor.layouts import Ranking, Search
+from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.planning.plan.list_scheduler import Priorities
 layout = layout_of(LLAMA, 3)
 (program,) = list_scheduled(schedule_of(4), layout, Priorities(random_times(layout, 1), random_priority(layout, 2)))
@@ -133,3 +138,27 @@ assert dropping.wait(60)
 def test_a_run_ends_well_while_gloo_still_holds_tensors() -> None:
     """Torch aborts a process whose interpreter ends before a thread of gloo has dropped its last tensor."""
     output_of(HELD_UNTIL_THE_END)
+
+
+# -- the doctor counts and ranks in several processes, and finds what one finds ---------------------------------------
+
+CLUSTER = cluster_with(devices_per_node=2, device={"peak_tflops": {"bf16": 0.05}}, node={"gb_per_s": 1})
+LENGTH = 64
+
+
+def search(workers: int, dtype: str = "bf16") -> Ranking:
+    paper = SimulatedModel(on_meta(), CLUSTER)
+    usual = case_of(length=LENGTH, dtype=dtype)
+    return Search(paper.amounts, CLUSTER, 32 * LENGTH, usual, paper.layers, workers=workers).run()
+
+
+@pytest.mark.slow
+def test_several_processes_find_the_same() -> None:
+    result = [search(workers) for workers in (1, 2)]
+    assert result[0] == result[1]
+    assert len(result[0].steps) > 1
+
+
+def test_an_error_in_another_process_is_raised() -> None:
+    with pytest.raises(ValueError, match=r"has no device\.peak_tflops for fp32"):
+        search(2, dtype="fp32")
