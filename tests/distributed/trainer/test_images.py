@@ -1,6 +1,5 @@
 """Models of images and text under HelixTrainer: figures and saved weights of the stock Trainer."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +9,28 @@ from safetensors.torch import load_file
 from support.image_jobs import KINDS, collate, follow, model_of, rows_of, trainer_of
 from support.marks import slow
 
-MASKED = ("Gemma3", "PaliGemma")  # their code makes masks of images
-LAYOUTS: list[dict[str, Any]] = [{"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}]
-MORE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    *[(kind, helix, {"frozen": True}) for kind in ("Gemma3", "Qwen2_5_VL") for helix in LAYOUTS[:2]],
-    ("Llava", {"tp_size": 2}, {"with_text": True, "training": {"gradient_accumulation_steps": 1}}),
-    ("Qwen3VL", {"tp_size": 2}, {"with_text": True, "training": {"gradient_accumulation_steps": 1}}),
-    ("Qwen3VL", {"pp_size": 2}, {"frozen": True, "training": {"gradient_checkpointing": True}}),
-    ("Qwen2_5_VL", {"tp_size": 2}, {"lora": {"idle": ""}}),
-    ("Mistral3", {"tp_size": 2}, {"training": {"gradient_checkpointing": True}}),
-    ("Gemma3", {"tp_size": 2}, {"training": {"bf16": True, "learning_rate": 1e-4}}),
+TP, PP, CP = {"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}
+RUNS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    *((kind, TP, {}) for kind in KINDS),
+    *((kind, PP, {}) for kind in ("Gemma3", "Qwen2_5_VL", "Qwen3VL", "Llava")),
+    *((kind, CP, {}) for kind in ("Mistral3", "Qwen2VL", "Qwen3VL")),  # code of Gemma and PaliGemma makes masks
+    ("Gemma3", TP, {"frozen": True}),
+    ("Qwen2_5_VL", PP, {"frozen": True}),
+    *((kind, TP, {"with_text": True, "training": {"gradient_accumulation_steps": 1}}) for kind in ("Llava", "Qwen3VL")),
+    ("Qwen3VL", PP, {"frozen": True, "training": {"gradient_checkpointing": True}}),
+    ("Qwen3VL", {**PP, "image_share": 0.5}, {}),
+    ("Qwen2_5_VL", TP, {"lora": {"idle": ""}}),
+    ("Mistral3", TP, {"training": {"gradient_checkpointing": True}}),
+    ("Gemma3", TP, {"training": {"bf16": True, "learning_rate": 1e-4}}),
 ]
 
 
-def compare(cluster_of: Any, folder: Path, kind: str, helix: dict[str, Any], **options: Any) -> None:
-    ours, stock = folder / "helix", folder / "stock"
+@pytest.mark.parametrize(
+    ("kind", "helix", "options"), [slow(*run, when=run != ("Qwen2_5_VL", TP, {})) for run in RUNS], ids=str
+)
+def test_as_the_stock_trainer(kind: str, helix: dict[str, Any], options: Any, cluster_of: Any, tmp_path: Path) -> None:
+    """Images of several sizes and numbers, towers trained or frozen, steps without images, adapters in towers."""
+    ours, stock = tmp_path / "helix", tmp_path / "stock"
     wanted = follow(str(stock), kind, None, **options)
     bound = 5e-3 if options.get("training", {}).get("bf16") else 1e-5
     for found in cluster_of(2).run("support.image_jobs:follow", folder=str(ours), kind=kind, helix=helix, **options):
@@ -43,29 +49,8 @@ def compare(cluster_of: Any, folder: Path, kind: str, helix: dict[str, Any], **o
             assert distance <= near or weight.endswith(("k_proj.bias", "qkv.bias")), weight
 
 
-@pytest.mark.parametrize(
-    ("kind", "helix"),
-    [
-        slow(kind, helix, when=(kind, helix) != ("Qwen2_5_VL", LAYOUTS[0]))
-        for kind, helix in itertools.product(KINDS, LAYOUTS)
-        if kind not in MASKED or helix != {"cp_size": 2}
-    ],
-    ids=str,
-)
-def test_as_the_stock_trainer(kind: str, helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
-    """Images of several sizes and numbers, towers trained."""
-    compare(cluster_of, tmp_path, kind, helix)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "helix", "options"), MORE, ids=str)
-def test_options(kind: str, helix: dict[str, Any], options: Any, cluster_of: Any, tmp_path: Path) -> None:
-    """Towers that are frozen, steps without images, adapters in towers, checkpointing of towers, autocast."""
-    compare(cluster_of, tmp_path, kind, helix, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("helix", [{}, {"shard_parameters": True}, {"shard_optimizer": True}], ids=str)
+@pytest.mark.parametrize("helix", [{}, {"shard_parameters": True}], ids=str)
 def test_data_parallel_ranks(helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
     """As DistributedDataParallel, whose ranks agree on the parameters of a tower that no loss reaches."""
     one = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 1}
@@ -77,33 +62,40 @@ def test_data_parallel_ranks(helix: dict[str, Any], cluster_of: Any, tmp_path: P
             assert mine == pytest.approx(theirs, rel=1e-5)
 
 
+TEXT = {"with_text": True, "training": {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 1}}
+
+
 @pytest.mark.slow
-def test_ranks_without_images(cluster_of: Any, tmp_path: Path) -> None:
-    options = {"folder": str(tmp_path), "kind": "Llava", "helix": {}, "with_text": True}
-    options["training"] = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 1}
-    said = "with 2 data-parallel ranks, some have images in a step and others have none"
-    cluster_of(2).assert_raises("support.image_jobs:follow", said, **options)
+@pytest.mark.parametrize(
+    ("kind", "helix", "options", "said"),
+    [
+        ("Llava", {}, TEXT, "with 2 data-parallel ranks, some have images in a step and others have none"),
+        (
+            "Qwen3VL",
+            {**PP, "layers_per_stage": [1, 3, 2, 2]},
+            {},
+            "the first pipeline stage has 1 whole layers, and images add features behind 2",
+        ),
+        ("Gemma3", CP, {}, "cp_size=2: Gemma3ForConditionalGeneration makes attention masks of"),
+    ],
+)
+def test_refusals_on_every_rank(
+    kind: str, helix: dict[str, Any], options: Any, said: str, cluster_of: Any, tmp_path: Path
+) -> None:
+    job = {"folder": str(tmp_path), "kind": kind, "helix": helix, **options}
+    cluster_of(2).assert_raises("support.image_jobs:follow", said, **job)
 
 
 @pytest.mark.slow
 def test_layers_make_room_for_a_tower(cluster_of: Any, tmp_path: Path) -> None:
     """With `image_share`, the rank of the tower has fewer layers, the first stage those with features of images."""
-    compare(cluster_of, tmp_path, "Qwen3VL", {"pp_size": 2, "image_share": 0.5})
     options = {"folder": str(tmp_path), "kind": "Qwen3VL"}
     even, uneven = (
-        cluster_of(2).run("support.image_jobs:layers", helix={"pp_size": 2, "image_share": share}, **options)
+        cluster_of(2).run("support.image_jobs:layers", helix={**PP, "image_share": share}, **options)
         for share in (0.0, 0.5)
     )
     assert sum(even) == sum(uneven) == 8
     assert uneven[0] < even[0]
-
-
-@pytest.mark.slow
-def test_too_few_layers_for_features(cluster_of: Any, tmp_path: Path) -> None:
-    """Refused on every rank before the first window; text alone trains."""
-    options = {"folder": str(tmp_path), "kind": "Qwen3VL", "helix": {"pp_size": 2, "layers_per_stage": [1, 3, 2, 2]}}
-    said = "the first pipeline stage has 1 whole layers, and images add features behind 2"
-    cluster_of(2).assert_raises("support.image_jobs:follow", said, **options)
 
 
 def test_a_frozen_tower_keeps_nothing(tmp_path: Path) -> None:
@@ -132,10 +124,3 @@ def test_refusals(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             trainer.training_step(trainer.model, {**collate(rows_of("Qwen2_5_VL", 2)), name: value})
-
-
-@pytest.mark.slow
-def test_masks_of_images_over_a_shared_sequence(cluster_of: Any, tmp_path: Path) -> None:
-    options = {"folder": str(tmp_path), "kind": "Gemma3", "helix": {"cp_size": 2}}
-    said = "cp_size=2: Gemma3ForConditionalGeneration makes attention masks of"
-    cluster_of(2).assert_raises("support.image_jobs:follow", said, **options)

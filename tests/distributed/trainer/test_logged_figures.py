@@ -1,19 +1,23 @@
-"""Figures of the logs of real trainings on two ranks, and the trace that a trainer writes."""
+"""What a training on two ranks says of itself: first line, figures of its logs, traces, model cards."""
 
 import contextlib
 import io
 import json
+import os
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from support.cards import card_in, cells, launch_file
 from support.jobs import make_trainer
-from support.marks import slow
 from support.models import llama
 from support.tuning_jobs import hasty
 from transformers import TrainerCallback
 
+from hf_helix import HelixConfig
 from hf_helix.report.flops import token_flops
 from hf_helix.report.live import SHORT
 
@@ -84,6 +88,19 @@ def trace_untrained(folder: str) -> None:
     make_trainer(folder, {"tp_size": 2, "plan": "greedy"}).trace(str(Path(folder) / "trace.json"))
 
 
+def write_card(folder: str, helix: dict[str, Any], measure: bool = False, **card: Any) -> bool:
+    """Train two steps and write a card, every rank into a folder of its own; whether this one has written."""
+    own = Path(folder, os.environ["RANK"])
+    model = {"num_hidden_layers": 5}  # enough for two ranks of a fold
+    trainer = make_trainer(str(own), helix, model=model, training={"max_steps": 2, "gradient_accumulation_steps": 3})
+    with hasty():
+        trainer.train()
+    if measure:
+        trainer.measure_overlap(repeats=1)
+    trainer.create_model_card(**card)
+    return (own / "README.md").exists()
+
+
 # -- the tests --------------------------------------------------------------------------------------------------------
 
 CASE = {
@@ -98,12 +115,6 @@ SPEED = {"helix/tokens_per_second", "helix/tflops_per_device"}
     ("helix", "model", "said"),
     [
         ({"tp_size": 2}, {}, "LlamaForCausalLM (declared) on tp 2; first plan greedy (plan=auto), CUDA graphs off"),
-        slow(
-            {"shard_parameters": True, "plan": "sequential"},
-            {"family": "gpt_neox"},
-            "GPTNeoXForCausalLM (derived) on dp 2, shard_parameters=True; first plan sequential (plan=sequential), "
-            "CUDA graphs off",
-        ),
         (
             {"pp_size": 2, "recompute": "full"},
             {"num_hidden_layers": 4},
@@ -111,7 +122,7 @@ SPEED = {"helix/tokens_per_second", "helix/tflops_per_device"}
             "CUDA graphs off",
         ),
     ],
-    ids=["tp2", "shard_parameters", "pp2"],
+    ids=["tp2", "pp2"],
 )
 def test_the_first_line_says_the_layout(
     helix: dict[str, Any], model: dict[str, Any], said: str, cluster_of: Any, tmp_path: Path
@@ -130,13 +141,10 @@ def test_measuring_leaves_training_as_it_was(cluster_of: Any, tmp_path: Path) ->
     assert all(first != second for first, second in measured[0]["figures"])
 
 
-def tuned_case(folder: Path) -> dict[str, Any]:
-    return {"folder": str(folder), "helix": {"tp_size": 2, "plan": "search", "cache": False}, **CASE}
-
-
 def test_logs_of_a_real_training(cluster_of: Any, tmp_path: Path) -> None:
     """After tuning, in the same training; and what everything else logs is still there."""
-    result = cluster_of(2).run(score, **tuned_case(tmp_path), trace=str(tmp_path / "trace.json"))
+    helix = {"tp_size": 2, "plan": "search", "cache": False}
+    result = cluster_of(2).run(score, folder=str(tmp_path), helix=helix, trace=str(tmp_path / "trace.json"), **CASE)
     flops = token_flops(llama(num_hidden_layers=2)).causal(16)
     for rank in result:
         assert rank["plan"] == "search"
@@ -194,26 +202,68 @@ def test_logs_of_a_plan_that_needs_no_measurement(cluster_of: Any, tmp_path: Pat
     assert hidden < first["overlap"]["bytes_moved"] < 1.2 * hidden
 
 
-@pytest.mark.parametrize("helix", [{"cp_size": 2}, slow({})], ids=str)
-def test_a_trace_has_the_sums_of_gradients(helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
-    """Of ranks that see other tokens, be they of other sequences or of the same."""
-    path, options = tmp_path / "trace.json", {"tp_size": 1, "plan": "greedy", **helix}
-    cluster_of(2).run(score, folder=str(tmp_path), helix=options, trace=str(path), **CASE)
-    events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
-    assert {event["pid"] for event in events if event["cat"] == "gradients"} == {1, 2}
-
-
 def test_a_trace_needs_a_window(cluster_of: Any, tmp_path: Path) -> None:
     cluster_of(2).assert_raises(trace_untrained, "after train()", folder=str(tmp_path))
 
 
-def test_data_parallel_ranks_have_nothing_to_hide(cluster_of: Any, tmp_path: Path) -> None:
-    """Each with a batch of its own: twice the tokens, and no communication that a plan could order."""
-    case = {"folder": str(tmp_path), "helix": {"tp_size": 1, "plan": "auto"}, **CASE}
+def test_ranks_that_see_other_tokens(cluster_of: Any, tmp_path: Path) -> None:
+    """Each has a batch of its own: twice the tokens, no communication that a plan could order, sums of gradients."""
+    path, options = tmp_path / "trace.json", {"tp_size": 1, "plan": "auto"}
     flops = token_flops(llama(num_hidden_layers=2)).causal(16)
-    for rank in cluster_of(2).run(score, **case):
+    for rank in cluster_of(2).run(score, folder=str(tmp_path), helix=options, trace=str(path), **CASE):
         assert not any(key.startswith("helix/") for entry in rank["logs"] for key in entry)
         figures = rank["figures"]
         assert figures.keys() == SPEED
         each = figures["helix/tokens_per_second"] * flops / 2 / 1e12
         assert figures["helix/tflops_per_device"] == pytest.approx(each, rel=1e-4)
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in events if event["cat"] == "gradients"} == {1, 2}
+
+
+# -- model cards: rank 0 writes, and what it says is of all of them ---------------------------------------------------
+
+
+@pytest.mark.slow
+def test_rank_0_writes_what_auto_measured(tmp_path: Path, cluster_of: Any):
+    pytest.importorskip("bokeh")
+    helix = {"tp_size": 2, "cache": False, "tuning_share": 1.0}
+    assert cluster_of(2).run(write_card, folder=str(tmp_path), helix=helix) == [True, False]
+    card = card_in(tmp_path / "0")
+    result = cells(card)
+    assert result["layout"] == "dp=1 tp=2 pp=1 cp=1 ep=1"
+    assert result["ranks"].startswith("2 x CPU")
+    assert result["batch"] == "6 sequences: 1 data-parallel x 3 micro-batches x 2"
+    assert "timed, 20" in result["plan"]
+    assert re.search(r"\n  sequential +[\d.,]+ ms ", card.text)
+    fractions = r"\d+% of it ran .* \(overlapped \d+%\), (none|\d+%) of its time was saved \(hidden -?\d+%\)"
+    assert re.fullmatch(fractions, result["communication"])
+    for said in ("\n  overlapped ", "\n  hidden ", "  no plan can beat ", "- total_train_batch_size: 6\n"):
+        assert card.text.count(said) == 1, card.text
+    page = (tmp_path / "0" / "helix" / "page.html").read_text()
+    assert card.text.count("[A page of the run](helix/page.html)") == 1
+    assert "memory of rank 0 by part" in page
+    assert "  overlapped " in page, "the measured scorecard"
+    path = launch_file(card, tmp_path)
+    assert HelixConfig.from_file(path) == HelixConfig(**helix)
+    launch = load_config_from_file(str(path))
+    assert (launch.num_processes, launch.distributed_type.value, launch.use_cpu) == (2, "MULTI_GPU", True)
+
+
+def test_what_was_measured_by_hand_of_a_pipeline(tmp_path: Path, cluster_of: Any):
+    helix = {"pp_size": 2, "plan": "greedy", "schedule": "dualpipe_v"}
+    cluster_of(2).run(write_card, folder=str(tmp_path), helix=helix, measure=True, model_name="Piped")
+    card = card_in(tmp_path / "0")
+    assert cells(card)["schedule"] == "`dualpipe_v`"
+    assert card.text.count("plan greedy: ") == 1
+    assert "pipeline bubbles" in card.text
+    assert cells(card)["communication"] == "no collectives to hide"
+    assert HelixConfig.from_file(launch_file(card, tmp_path)) == HelixConfig(**helix)
+
+
+def test_copies_count_in_the_batch(tmp_path: Path, cluster_of: Any):
+    cluster_of(2).run(write_card, folder=str(tmp_path), helix={"plan": "greedy"})
+    card = card_in(tmp_path / "0")
+    assert cells(card)["layout"] == "dp=2 tp=1 pp=1 cp=1 ep=1"
+    assert cells(card)["batch"] == "12 sequences: 2 data-parallel x 3 micro-batches x 2"
+    assert "- total_train_batch_size: 12\n" in card.text
+    assert cells(card)["communication"] == "overlap not measured"

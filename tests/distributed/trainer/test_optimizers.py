@@ -14,19 +14,18 @@ from support.models import llama
 
 STEPS, SAVED = 6, 3
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "dp2": {},
     "tp2": {"tp_size": 2},
     "pp2": {"pp_size": 2},
     "shard_optimizer": {"shard_optimizer": True},
     "shard_parameters": {"shard_parameters": True},
 }
+SHARDED = (("shard_optimizer", "tp2"), ("shard_parameters", "shard_optimizer"))
 ELEMENTS = ("lion_32bit", "ademamix", "paged_adamw_32bit", "rmsprop_bnb_32bit")
 BLOCKS = ("adamw_bnb_8bit", "lion_8bit", "ademamix_8bit", "paged_adamw_8bit", "rmsprop_bnb_8bit")
 RATES = {"lion_32bit": 3e-4, "lion_8bit": 3e-4, "rmsprop_bnb_32bit": 3e-4, "rmsprop_bnb_8bit": 3e-4}
 LOW_RANK = {"optim_target_modules": ["attn", "mlp"], "optim_args": "rank=8, update_proj_gap=2, scale=1.0"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "galore_adamw": LOW_RANK,
-    "galore_adamw_8bit": LOW_RANK,
     "galore_adafactor": LOW_RANK,
     "apollo_adamw": LOW_RANK | {"optim_args": "proj=random, rank=8, scale=1.0, scale_type=channel, update_proj_gap=2"},
 }
@@ -52,9 +51,31 @@ def follow(folder: str, optim: str, helix: dict[str, Any] | None = None, resume:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def check(optim: str, layout: str, other: str, cluster: Any, folder: Path, stock: Any, rel: float) -> None:
-    """Trains in a layout, resumes there with the same bits, and resumes in another layout within `rel`."""
-    job = {"folder": str(folder), "optim": optim}
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optim", "layout", "other", "rel", "package"),
+    [
+        *((optim, "tp2", "pp2", 1e-4, "bitsandbytes") for optim in ELEMENTS),
+        ("paged_adamw_32bit", "shard_parameters", "shard_optimizer", 1e-4, "bitsandbytes"),
+        *((optim, "pp2", "tp2", 2e-3, "bitsandbytes") for optim in BLOCKS),
+        *(("adamw_bnb_8bit", *layouts, 2e-3, "bitsandbytes") for layouts in SHARDED),
+        # A state in 4 bits may be off by a tenth, so what another order of sums changes shows earlier.
+        *((f"adamw_torch_{bits}bit", "pp2", "tp2", rel, "torchao") for bits, rel in ((8, 5e-3), (4, 1e-2))),
+        ("adamw_torch_8bit", "shard_optimizer", "shard_parameters", 5e-3, "torchao"),
+        # Matrices
+        ("adafactor", "pp2", "pp2", 1e-4, "transformers"),
+        ("apollo_adamw", "pp2", "pp2", 1e-4, "apollo_torch"),
+        ("galore_adafactor", "pp2", "pp2", 1e-3, "galore_torch"),  # singular vectors magnify another order of sums
+        ("galore_adamw", "pp2", "pp2", 1e-3, "galore_torch"),
+        ("stable_adamw", "pp2", "pp2", 1e-4, "optimi"),
+    ],
+)
+def test_a_run_is_the_stock_trainers_and_goes_on(
+    optim: str, layout: str, other: str, rel: float, package: str, cluster_of: Any, tmp_path: Path, stock: Any
+) -> None:
+    """Trains in a layout, resumes there with the same bits, and resumes in another layout within twice `rel`."""
+    pytest.importorskip(package)
+    job, cluster = {"folder": str(tmp_path), "optim": optim}, cluster_of(2)
     whole = cluster.run(follow, **job, helix=LAYOUTS[layout])
     again = cluster.run(follow, **job, helix=LAYOUTS[layout], resume=True)
     moved = cluster.run(follow, **job, helix=LAYOUTS[other], resume=True)
@@ -64,54 +85,6 @@ def check(optim: str, layout: str, other: str, cluster: Any, folder: Path, stock
         for losses in ranks:
             assert losses == pytest.approx(expected, rel=tolerance)
     assert again == whole
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "other"),
-    [("tp2", "pp2"), ("pp2", "tp2"), ("shard_optimizer", "tp2"), ("shard_parameters", "shard_optimizer")],
-)
-@pytest.mark.parametrize(
-    ("optim", "rel"), [*((optim, 1e-4) for optim in ELEMENTS), *((optim, 2e-3) for optim in BLOCKS)]
-)
-def test_elements_and_blocks_in_every_layout(
-    optim: str, rel: float, layout: str, other: str, cluster_of: Any, tmp_path: Path, stock: Any
-) -> None:
-    check(optim, layout, other, cluster_of(2), tmp_path, stock, rel)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "other"), [("dp2", "tp2"), ("tp2", "pp2"), ("pp2", "tp2"), ("shard_optimizer", "shard_parameters")]
-)
-@pytest.mark.parametrize(("optim", "rel"), [("adamw_torch_8bit", 5e-3), ("adamw_torch_4bit", 1e-2)])
-def test_blocks_of_torchao(
-    optim: str, rel: float, layout: str, other: str, cluster_of: Any, tmp_path: Path, stock: Any
-) -> None:
-    """A state in 4 bits may be off by a tenth, so what another order of sums changes shows earlier."""
-    pytest.importorskip("torchao")
-    check(optim, layout, other, cluster_of(2), tmp_path, stock, rel)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("optim", "package", "rel"),
-    [
-        ("adafactor", "transformers", 1e-4),
-        ("apollo_adamw", "apollo_torch", 1e-4),
-        ("galore_adafactor", "galore_torch", 1e-3),  # singular vectors magnify what another order of sums changes
-        ("galore_adamw", "galore_torch", 1e-3),
-        ("galore_adamw_8bit", "galore_torch", 1e-3),
-        ("stable_adamw", "optimi", 1e-4),
-    ],
-)
-def test_matrices_in_a_pipeline(
-    optim: str, package: str, rel: float, cluster_of: Any, tmp_path: Path, stock: Any
-) -> None:
-    pytest.importorskip(package)
-    if optim == "galore_adamw_8bit" and not torch.cuda.is_available():
-        pytest.skip("galore_torch synchronises with a GPU in every step of its 8-bit optimizer")
-    check(optim, "pp2", "pp2", cluster_of(2), tmp_path, stock, rel)
 
 
 class Signs(torch.optim.Optimizer):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.marks import slow
-from support.models import SMALL, arguments, llama, tiny
+from support.models import SMALL, arguments, llama, padded, sequences, tiny
 from torch import Tensor
 from torch.nn import functional
 from transformers import (
@@ -184,12 +184,16 @@ def follow(folder: str, helix: dict[str, Any] | None, kind: str) -> dict[str, An
     }
 
 
-TP, PP, CP = LAYOUTS = {"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}
-KINDS = ("z-loss", "loss_function", "classes", "a head of its own", "hidden states", "routers")
+TP, PP, CP = {"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}
 SLOW = [
-    *itertools.product((*KINDS, "a cosine head", "of weights", "calls between steps"), LAYOUTS),
-    *(("focal", PP), ("focal", CP), ("in the class", TP), ("in the class", PP)),
-    *(("smoothing", TP), ("model_init, bf16", TP), ("hidden states", {**PP, "layers_per_stage": [1.5, 1, 1.5, 1]})),
+    *(
+        (kind, TP)
+        for kind in ("z-loss", "loss_function", "a head of its own", "hidden states", "routers", "of weights")
+    ),
+    *((kind, PP) for kind in ("focal", "classes", "a cosine head", "routers", "of weights", "in the class")),
+    *((kind, CP) for kind in ("focal", "classes", "hidden states", "of weights")),
+    *((kind, TP) for kind in ("calls between steps", "smoothing", "model_init, bf16")),
+    ("hidden states", {**PP, "layers_per_stage": [1.5, 1, 1.5, 1]}),
 ]
 FAR = {"model_init, bf16": (2e-2, 2e-2), "a cosine head": (1e-4, 1e-4)}
 """How far figures may be away, and weights, where it is more than usual."""
@@ -226,53 +230,42 @@ def test_shards_are_refused_where_the_loss_reads_weights(cluster_of: Any, tmp_pa
     cluster_of(2).assert_raises(follow, said, raises="RuntimeError", **job)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("helix", "ranks"), [(TP, 2), ({**TP, **PP}, 4)], ids=str)
+def test_measured_plans(helix: dict[str, Any], ranks: int, cluster_of: Any, tmp_path: Path) -> None:
+    """A plan that is measured in the midst of a run changes nothing else; diagnostics behind the run neither."""
+    greedy, measured = (
+        cluster_of(ranks).run(follow_measured, folder=str(tmp_path / plan), helix=helix, plan=plan)
+        for plan in ("greedy", "dhelix")
+    )
+    assert (tmp_path / "dhelix" / "trace.json").stat().st_size
+    for found, unmeasured in zip(measured, greedy, strict=True):
+        assert found["log"] == pytest.approx(unmeasured["log"], rel=1e-5)
+        assert (found["rule"], unmeasured["rule"]) == ("dhelix", "greedy")
+        assert found["communication"] > 0
+        assert min(found["memory"]) > 0
+        assert not found["grads"]
+
+
 def follow_measured(folder: str, helix: dict[str, Any], plan: str) -> dict[str, Any]:
-    """A run whose plan may be chosen by measurement, and diagnostics behind it."""
-    torch.manual_seed(0)
-    ids = [torch.randint(1, 131, (12 + 2 * (number % 3),)) for number in range(24)]
-    training = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_steps": 4}
+    training = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "learning_rate": 1e-3}
     trainer = HelixTrainer(
         model=llama(num_hidden_layers=4),
-        args=arguments(folder, **training, learning_rate=1e-3),
-        train_dataset=[{"input_ids": row, "labels": row} for row in ids],
-        data_collator=lambda batch: {
-            key: torch.nn.utils.rnn.pad_sequence([each[key] for each in batch], batch_first=True) for key in batch[0]
-        },
+        args=arguments(folder, **training),
+        train_dataset=sequences(24, lengths=(12, 14, 16)),
+        data_collator=padded,
         compute_loss_func=plain,
         helix_config=HelixConfig(plan=plan, cache=False, **helix),
     )
     trainer.train()
-    overlap, memory = trainer.measure_overlap(repeats=1), trainer.measure_memory()
     trainer.trace(Path(folder) / "trace.json")
     return {
         "log": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "hidden": [entry.get("helix/overlapped_fraction") for entry in trainer.state.log_history if "loss" in entry],
         "rule": trainer.plan.rule,
-        "tuned": trainer.tuning is not None,
-        "overlap": overlap.communication,
-        "memory": memory,
+        "communication": trainer.measure_overlap(repeats=1).communication,
+        "memory": trainer.measure_memory(),
         "grads": [name for name, each in trainer.model.named_parameters() if each.grad is not None],
     }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("helix", "ranks"), [({"tp_size": 2}, 2), ({"pp_size": 2}, 2), ({"tp_size": 2, "pp_size": 2}, 4)], ids=str
-)
-def test_measured_plans(helix: dict[str, Any], ranks: int, cluster_of: Any, tmp_path: Path) -> None:
-    cluster = cluster_of(ranks)
-    wanted = cluster.run(follow_measured, folder=str(tmp_path / "greedy"), helix=helix, plan="greedy")
-    measured = cluster.run(follow_measured, folder=str(tmp_path / "dhelix"), helix=helix, plan="dhelix")
-    assert (tmp_path / "dhelix" / "trace.json").stat().st_size
-    for found, unmeasured in zip(measured, wanted, strict=True):
-        assert found["log"] == pytest.approx(unmeasured["log"], rel=1e-5)
-        assert (found["rule"], found["tuned"]) == ("dhelix", True)
-        assert (unmeasured["rule"], unmeasured["tuned"]) == ("greedy", False)
-        if "tp_size" in helix:  # the figures are those of collectives
-            assert any(fraction is not None for fraction in found["hidden"])
-            assert found["overlap"] > 0
-        assert min(found["memory"]) > 0
-        assert not found["grads"]
 
 
 class OfEmbeddings(HelixTrainer):

@@ -26,14 +26,9 @@ from hf_helix.runtime.distributed.mesh import rank
 Helix = dict[str, Any] | None
 
 PIPELINE = {"pp_size": 2, "schedule": "1f1b"}
-LAYOUTS = [
-    ({"tp_size": 2}, 1),
-    slow({"shard_parameters": True}, 2),
-    slow(PIPELINE, 1),
-    slow({"cp_size": 2}, 1),
-    slow({"shard_optimizer": True}, 2),
-    slow({}, 2),
-]
+SLOW: list[tuple[dict[str, Any], int]] = [({"shard_parameters": True}, 2), (PIPELINE, 1), ({"cp_size": 2}, 1), ({}, 2)]
+LAYOUTS = [({"tp_size": 2}, 1), *(slow(*layout) for layout in SLOW)]
+"""Options, and the number of data-parallel ranks."""
 
 
 def made(folder: str, helix: Helix, training: dict[str, Any] | None = None, **options: Any) -> Trainer:
@@ -126,11 +121,9 @@ class DecidesInWindows(Decides):
         self._at("substep_end", state, control)
 
 
-DECISIONS: list[Any] = [
+DECISIONS: list[Decisions] = [
     (("step_end", "should_save"), ("step_end", "should_evaluate"), ("step_end", "should_log")),
     (("step_end", "should_epoch_stop"),),
-    slow((("step_end", "should_training_stop"),)),
-    slow((("step_begin", "should_training_stop"),)),
     (("substep_end", "should_training_stop"),),
     (("log", "should_evaluate"), ("evaluate", "should_save"), ("save", "should_training_stop")),  # one leads to another
 ]
@@ -150,8 +143,15 @@ def decide(folder: str, helix: Helix, decisions: Decisions, decider: int | None)
     return plain([trainer.state.global_step, log, callback.seen, saved])
 
 
-@pytest.mark.parametrize("decisions", DECISIONS, ids=str)
-@pytest.mark.parametrize(("helix", "dp"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("helix", "dp", "decisions"),
+    [
+        *(({"tp_size": 2}, 1, each) for each in DECISIONS),
+        *(slow(*layout, DECISIONS[-1]) for layout in SLOW),
+        *(slow({}, 2, each) for each in DECISIONS[:-1]),
+    ],
+    ids=str,
+)
 def test_what_callbacks_of_one_rank_decide(
     helix: dict[str, Any], dp: int, decisions: Decisions, cluster_of: Any, stock: Any, tmp_path: Path
 ) -> None:
@@ -207,11 +207,10 @@ def losses_by_step(folder: str, helix: Helix) -> list[tuple[int, float]]:
     return [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("helix", [{"tp_size": 2}, slow(PIPELINE)], ids=str)
 @pytest.mark.parametrize(
-    ("of_ones_own", "ranks"),
-    [(False, [1]), (True, [1]), slow(False, [0, 1])],
-    ids=["enable_jit_checkpoint", "a handler", "enable_jit_checkpoint, on all ranks"],
+    ("helix", "of_ones_own", "ranks"),
+    [({"tp_size": 2}, False, [1]), ({"tp_size": 2}, True, [1]), slow(PIPELINE, False, [0, 1])],
+    ids=["enable_jit_checkpoint", "a handler", "enable_jit_checkpoint, on all ranks of a pipeline"],
 )
 def test_preemption(
     helix: dict[str, Any], of_ones_own: bool, ranks: list[int], cluster_of: Any, stock: Any, tmp_path: Path

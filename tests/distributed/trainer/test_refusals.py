@@ -1,24 +1,27 @@
 """Bad input is refused at construction, on every rank, naming the option and a value that works."""
 
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 import torch
-from support import jobs
-from support.jobs import Stream, construct, make_trainer
-from support.models import arguments, llama, sequences
+from support.jobs import Stream, build, construct, make_trainer
+from support.loop_jobs import said
+from support.marks import slow
+from support.models import arguments, llama, sequences, tiny
 from transformers import RwkvConfig, RwkvForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from hf_helix import HelixConfig, HelixPlugin, HelixTrainer, HelixTrainerMixin
+from hf_helix.planning.schedule.actions import format_schedule
+from hf_helix.planning.schedule.named import build_schedule
+
+FIVE_LAYERS = {"num_hidden_layers": 5}
 
 # -- what the ranks run ------------------------------------------------------------------------------------------------
-
-
-def construct_with_plan_of_rank(folder: str) -> None:
-    """Every rank brings another plan."""
-    construct(folder, {"tp_size": 2, "plan": ["greedy", "round_robin"][torch.distributed.get_rank()]})
 
 
 def train_on_data_of_rank(folder: str) -> None:
@@ -38,12 +41,54 @@ def cut_twice(folder: str) -> None:
         HelixTrainer(model=model, args=arguments(folder), helix_config=HelixConfig(tp_size=2))
 
 
+def own_rank() -> int:
+    """Also before there is a process group."""
+    return int(os.environ["RANK"])
+
+
+def construct_by_rank(folder: str, by_rank: Sequence[dict[str, Any]]) -> None:
+    """Every rank brings other options."""
+    construct(folder, by_rank[own_rank()], model=FIVE_LAYERS)
+
+
+class OwnLength(Stream):
+    """A stream that ends at another place on every data-parallel rank."""
+
+    def __init__(self, rows: list[dict[str, Any]], lengths: Sequence[int], ranks_per_batch: int) -> None:
+        super().__init__(rows[: lengths[own_rank() // ranks_per_batch]])
+
+
+def train_on_streams_of_other_lengths(folder: str, helix: dict[str, Any], lengths: Sequence[int]) -> None:
+    """Streams that end early on some data-parallel ranks."""
+    dataset = OwnLength(sequences(60), lengths, HelixConfig(**helix).ranks_per_batch)
+    training = {"max_steps": 6, "gradient_accumulation_steps": 3, "accelerator_config": {"dispatch_batches": False}}
+    build(folder, helix, training, model=llama(**FIVE_LAYERS), train_dataset=dataset).train()
+
+
+def train_with_accumulation_of_rank(folder: str, helix: dict[str, Any], late: bool) -> None:
+    """Windows of another number of micro-batches on every rank; `late`: from after construction on."""
+    steps = 2 + own_rank()
+    training = {"gradient_accumulation_steps": 2 if late else steps, "max_steps": 2}
+    trainer = make_trainer(folder, helix, model=FIVE_LAYERS, training=training)
+    trainer.args.gradient_accumulation_steps = steps
+    trainer.train()
+
+
+def train_after_a_failed_search(folder: str) -> tuple[str, int]:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    options = {"model_init": lambda: tiny(num_hidden_layers=2), "train_dataset": sequences(count=8)}
+    trainer: Any = build(folder, {"tp_size": 2, "plan": "sequential", "cache": False}, {"max_steps": 1}, **options)
+    words = said(lambda: trainer.hyperparameter_search(hp_space=lambda _: {"fp16_full_eval": True}, n_trials=1))
+    trainer.args.fp16_full_eval = False
+    return words, trainer.train().global_step
+
+
 # -- the tests --------------------------------------------------------------------------------------------------------
 
 
 def test_problems_are_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"(?s)auto_find_batch_size.*optim"):
-        jobs.make_trainer(str(tmp_path), {}, training={"optim": "lomo", "auto_find_batch_size": True})
+        make_trainer(str(tmp_path), {}, training={"optim": "lomo", "auto_find_batch_size": True})
     # Fields set by hand are seen too.
     args = arguments(str(tmp_path))
     args.fp16, args.fsdp, args.deepspeed = True, "full_shard", "ds.json"
@@ -76,7 +121,7 @@ def test_models_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"label_smoothing_factor=0.1.*label_smoothing_factor=0.0.*output_router_logits"
     ):
-        jobs.make_trainer(
+        make_trainer(
             str(tmp_path),
             {},
             model={"family": "mixtral", "output_router_logits": True},
@@ -88,9 +133,9 @@ def test_mixed_precision_of_the_launcher(tmp_path: Path, monkeypatch: pytest.Mon
     """`accelerate launch` hands it over in the environment."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(ValueError, match=r"mixed_precision='fp16'.*bf16.*scaler"):
-        jobs.make_trainer(str(tmp_path), {})
+        make_trainer(str(tmp_path), {})
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    trainer = jobs.make_trainer(str(tmp_path), {})
+    trainer = make_trainer(str(tmp_path), {})
     assert trainer.helix.runner.precision.autocast_dtype is torch.bfloat16
 
 
@@ -102,7 +147,7 @@ def test_batches_without_labels(tmp_path: Path) -> None:
 
 
 def test_measurements_that_cannot_be(tmp_path: Path) -> None:
-    trainer = jobs.make_trainer(str(tmp_path), {}, training={"max_steps": 1})
+    trainer = make_trainer(str(tmp_path), {}, training={"max_steps": 1})
     with pytest.raises(ValueError, match="after train"):
         trainer.measure_overlap()
     trainer.train()
@@ -112,7 +157,7 @@ def test_measurements_that_cannot_be(tmp_path: Path) -> None:
 
 def test_one_process_and_two_ranks(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tp_size=2 must divide.*1 process.*values that work: 1\..*MULTI_GPU"):
-        jobs.make_trainer(str(tmp_path), {"tp_size": 2})
+        make_trainer(str(tmp_path), {"tp_size": 2})
 
 
 def test_ranks_that_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +180,6 @@ def refused(helix: Any, words: list[str], model: Any = None, training: Any = Non
 
 TP, PP, CP, EP = ({f"{axis}_size": 2} for axis in ("tp", "pp", "cp", "ep"))
 FEW_HEADS = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
-FIVE_LAYERS = {"num_hidden_layers": 5}
 TIED = {**FIVE_LAYERS, "tie_word_embeddings": True}
 LAYOUTS = [
     refused({"tp_size": 3}, ["tp_size=3", "world size, 2", "1, 2"]),
@@ -203,10 +247,7 @@ def test_plan_files(cluster_of: Any, tmp_path: Path) -> None:
         job = {"folder": str(tmp_path), "helix": helix, **options}
         return cluster.assert_raises("construct", "plan='auto'", alike=True, **job)[0]
 
-    data = json.loads(text)
     assert "mesh" in message(text, helix={"tp_size": 1})
-    assert "Other" in message(json.dumps({**data, "model": "Other"}))
-    assert "format" in message(json.dumps({**data, "format": "hf_helix.plan/0"}))
     assert "damaged" in message(text[: len(text) // 2])
     swapped = json.loads(text)
     order = swapped["blocks"]["F.layer | B.layer"]
@@ -226,7 +267,6 @@ def test_plugin_and_trainer_take_options_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("job", "kind", "words"),
     [
-        (construct_with_plan_of_rank, "ValueError", ["rank 0 and rank 1 have different plans: line"]),
         (
             train_on_data_of_rank,
             "ValueError",
@@ -288,18 +328,9 @@ def test_optimizers_that_look_at_whole_tensors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"optimizers=\(LBFGS, .*use one of AdamW"):
         HelixTrainer(model=model, args=arguments(str(tmp_path)), optimizers=(optimizer, None), helix_config=config)
     with pytest.raises(ValueError, match=r"optimizer_cls_and_kwargs=\(Adafactor, .*use one of AdamW"):
-        jobs.make_trainer(
+        make_trainer(
             str(tmp_path), {"shard_optimizer": True}, optimizer_cls_and_kwargs=(torch.optim.Adafactor, {"lr": 1e-3})
         )
-
-
-def test_an_optimizer_passed_in_is_used(tmp_path: Path) -> None:
-    model = llama()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    given: dict[str, Any] = {"model": model, "train_dataset": sequences(8), "optimizers": (optimizer, None)}
-    jobs.build(str(tmp_path), {}, {"max_steps": 2}, **given).train()
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_no_training_arguments_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,3 +342,100 @@ def test_no_training_arguments_at_all(tmp_path: Path, monkeypatch: pytest.Monkey
         HelixTrainer(llama(), None, helix_config=HelixConfig()),
     ):
         assert trainer.args.output_dir == "tmp_trainer"
+
+
+def test_training_after_a_failed_search(cluster_of: Any, tmp_path: Path) -> None:
+    for words, steps in cluster_of(2).run(train_after_a_failed_search, folder=str(tmp_path)):
+        assert "use fp16_full_eval=False" in words
+        assert steps == 1
+
+
+# -- ranks that do not agree, and schedules that do not fit ---------------------------------------------------------
+
+PIPE = {"pp_size": 2, "plan": "greedy"}
+
+GOOD = format_schedule(build_schedule("folded_1f1b", 2, 3))
+
+
+def with_file(folder: Path, text: str) -> dict[str, Any]:
+    path = folder / "actions.txt"
+    path.write_text(text)
+    return {**PIPE, "schedule": str(path)}
+
+
+def test_action_files_that_do_not_fit(cluster_of: Any, tmp_path: Path) -> None:
+    helix = with_file(tmp_path, format_schedule(build_schedule("folded_1f1b", 3, 4)))
+    said = "lines for 3 ranks and pp_size=2 needs 2"
+    job: dict[str, Any] = {"folder": str(tmp_path), "model": FIVE_LAYERS, "alike": True}
+    cluster_of(2).assert_raises("construct", said, helix=helix, **job)
+    # Said before anything is trained: the number of micro-batches is known.
+    helix = with_file(tmp_path, GOOD)
+    training = {"gradient_accumulation_steps": 4}
+    words = helix["schedule"], "is for 3 micro-batches and the window has 4", "schedule='auto'"
+    cluster_of(2).assert_raises("construct", *words, helix=helix, training=training, **job)
+
+
+def test_an_action_file_for_more_micro_batches_serves(cluster_of: Any, tmp_path: Path) -> None:
+    """What is missing is left out, the losses are the named schedule's, and evaluation makes do with it, too."""
+    training = {"gradient_accumulation_steps": 2, "max_steps": 3, "per_device_eval_batch_size": 5}
+    job = {"folder": str(tmp_path), "training": training, "model": FIVE_LAYERS}
+    result = [cluster_of(2).run("train", helix=helix, **job)[0] for helix in (PIPE, with_file(tmp_path, GOOD))]
+    assert result[0]["losses"] == result[1]["losses"]
+    assert result[0]["eval"] == pytest.approx(result[1]["eval"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        ({"schedule": "folded_1f1b"}, {"schedule": "dualpipe_v"}, "options"),
+        ({"plan": "greedy"}, {"plan": "sequential"}, "plans"),
+    ],
+)
+def test_ranks_with_other_options(one: Any, other: Any, said: str, cluster_of: Any, tmp_path: Path) -> None:
+    job = {"folder": str(tmp_path), "by_rank": [{**PIPE, **one}, {**PIPE, **other}]}
+    words = f"rank 0 and rank 1 have different {said}: line"
+    cluster_of(2).assert_raises(construct_by_rank, words, alike=True, **job)
+
+
+def test_ranks_with_other_action_files(cluster_of: Any, tmp_path: Path) -> None:
+    """They begin alike, so that a window of one micro-batch would not show it."""
+    text = format_schedule(build_schedule("folded_1f1b", 2, 6))
+    texts = [text, text.replace(" 0B5", " 0I5 0W5")]
+    by_rank = []
+    for rank, text in enumerate(texts):
+        (tmp_path / str(rank)).mkdir()
+        by_rank.append(with_file(tmp_path / str(rank), text))
+    job = {"folder": str(tmp_path), "by_rank": by_rank}
+    said = "rank 0 and rank 1 have different options: line"
+    cluster_of(2).assert_raises(construct_by_rank, said, alike=True, **job)
+
+
+@pytest.mark.parametrize("helix", [PIPE, {"plan": "greedy"}], ids=str)
+def test_windows_of_other_lengths(helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
+    job = {"folder": str(tmp_path), "helix": helix, "alike": True}
+    words = "windows of different length (micro-batches by rank: [2, 3])", "max_steps"
+    cluster_of(2).assert_raises(train_with_accumulation_of_rank, *words, late=True, **job)
+    said = "'gradient_accumulation_steps=2' against 'gradient_accumulation_steps=3'"
+    cluster_of(2).assert_raises(train_with_accumulation_of_rank, said, late=False, **job)
+
+
+@pytest.mark.parametrize(
+    ("processes", "helix", "counts"),
+    [(2, {}, [2, 3]), slow(4, PIPE, [2, 2, 3, 3])],
+    ids=str,
+)
+def test_a_dataset_that_ends_early_on_some_ranks(
+    processes: int, helix: dict[str, Any], counts: list[int], cluster_of: Any, tmp_path: Path
+) -> None:
+    """Streams of 32 and 40 samples, of which each of two ranks gets half: 8 and 10 batches of 2, in windows of 3."""
+    job = {"folder": str(tmp_path), "helix": helix, "lengths": [32, 40], "alike": True}
+    words = [f"micro-batches by rank: {counts}", "the dataset of some ranks ends before that of the others"]
+    words += ["Give every data-parallel rank as many samples", "max_steps"]
+    cluster_of(processes).assert_raises(train_on_streams_of_other_lengths, *words, **job)
+
+
+def test_a_dataset_that_ends_between_windows(cluster_of: Any, tmp_path: Path) -> None:
+    """One rank has a window more, the other nothing at all."""
+    job = {"folder": str(tmp_path), "helix": PIPE, "lengths": [24, 36], "alike": True}
+    said = "micro-batches by rank: [0, 0, 3, 3]"
+    cluster_of(4).assert_raises(train_on_streams_of_other_lengths, said, **job)
