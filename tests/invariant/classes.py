@@ -248,7 +248,7 @@ add_derived("gemma2 untied", "tp2:dense pp2:dense", tie_word_embeddings=False)
 add_derived("phi3 tied", "tp2:dense pp2:dense", **TIED)
 
 HYBRID = {"lengths": (70, 9, 13), "floor": 1e-8}  # over a chunk of a recurrence; steps of time hardly matter so early
-add_derived("qwen3_5", "tp2:left cp2:left", slow=False, **HYBRID)
+add_derived("qwen3_5", "tp2:left", slow=False, **HYBRID)
 for name in HYBRIDS:
     add_derived(name, "tp2:left cp2:left", **HYBRID)
 for name in ("qwen3_next", "nemotron_h", "lfm2"):

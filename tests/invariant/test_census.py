@@ -24,9 +24,8 @@ SAMPLE = {
 """With tensor parallelism, Gemma 2 is proven by `test_training_equals_the_stock_trainer`, before it trains."""
 
 
-@pytest.mark.parametrize(
-    ("name", "layouts"), [slow(*each, when=each[0] != "RobertaForCausalLM", id=each[0]) for each in SAMPLE.items()]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "layouts"), SAMPLE.items(), ids=list(SAMPLE))
 def test_a_sample_is_proven(name: str, layouts: list[str]) -> None:
     found = take(name, layouts, LIMIT)
     assert [found[layout].status for layout in layouts] == [PROVEN] * len(layouts), found

@@ -18,10 +18,10 @@ TIED = {"tie_word_embeddings": True}
 GEMMA = {"family": f"{HOME}gemma2"}  # has a softcap
 
 CASES: list[Any] = [
-    ("llama", {}, "", {}),
+    slow("llama", {}, "", {}),
     ("llama", TIED, "tp2", {}),
     ("llama", {}, "pp2", {}),
-    ("llama", {}, "cp2", {}),
+    slow("llama", {}, "cp2", {}),
     slow("gpt2", {"family": "gpt2"}, "tp2", {}),
     ("gemma2", GEMMA, "tp2", {}),
     slow("llama", {}, "tp2+pp2", {}),
@@ -44,7 +44,7 @@ SPREAD = {"pp_size": 2, "schedule": "auto", "spread_vocabulary": True}
     ("ranks", "options", "model"),
     [
         (2, SPREAD, {"num_hidden_layers": 4, **TIED}),
-        (2, {"shard_parameters": True}, {}),
+        slow(2, {"shard_parameters": True}, {}),
         slow(2, {"shard_optimizer": True, "recompute": "full"}, TIED),
         slow(4, {**SPREAD, "pp_size": 4}, {"num_hidden_layers": 8}),
     ],

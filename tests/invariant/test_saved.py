@@ -16,15 +16,15 @@ FOLD, TP = {"pp_size": 2}, {"tp_size": 2}
 
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     # ranks, model, options
-    "llama mha, biases": (2, {**BIASED, **MHA}, TP),
     "llama tied tp2 pp2": (4, TIED, {**TP, **FOLD}),
-    "llama pp2 dp2": (4, {}, FOLD),
     "llama 1f1b": (2, {}, {**FOLD, "schedule": "1f1b"}),
     "phimoe": (2, {"family": "phimoe"}, {"ep_size": 2}),
     "gpt2": (2, GPTS["gpt2"], TP),
 }
 SLOW: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "llama dp2": (2, {}, {}),
+    "llama mha, biases": (2, {**BIASED, **MHA}, TP),
+    "llama pp2 dp2": (4, {}, FOLD),
     "llama tied pp2": (2, TIED, FOLD),
     **{family: (2, {"family": family}, {"ep_size": 2}) for family in ("mixtral", "qwen3_moe")},
     **{name: (2, GPTS[name], TP) for name in ("neox", "neox in turn")},

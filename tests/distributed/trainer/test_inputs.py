@@ -10,9 +10,12 @@ import pytest
 import torch
 from support import jobs
 from support.jobs import build
+from support.loop_jobs import made, stock_window
 from support.marks import slow
 from support.models import VOCABULARY, llama, sequences, tiny
 from transformers import DataCollatorWithFlattening
+
+from hf_helix import HelixConfig, HelixPlugin
 
 # What the ranks run
 
@@ -80,6 +83,32 @@ def unlabelled(folder: str, helix: dict[str, Any] | None, **changes: Any) -> dic
     return {"log": trainer.state.log_history, "loss": result.training_loss}
 
 
+def loop(helix: dict[str, Any] | None) -> dict[str, Any]:
+    """A loop of one's own over such windows; with the plugin, also what it says of bad rows."""
+    plugin = None if helix is None else HelixPlugin(HelixConfig(cache=False, plan="greedy", **helix))
+    accelerator, model, optimizer, _, _, _ = made(plugin, 2, 2)
+    collate = torch.utils.data.default_collate
+    rows = unlabelled_rows()
+    batches = [collate(rows[place : place + 2]) for place in range(0, 12, 2)]
+    train = model.train_window if plugin else stock_window(accelerator, model)
+    evaluate = model.evaluate if plugin else lambda batch: model.eval()(**batch)
+    losses, norms = [], []
+    for place in range(0, len(batches), 2):
+        losses.append(float(train(batches[place : place + 2])))
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        losses += [float(evaluate(batch).loss) for batch in (batches[0], batches[2])]
+    result: dict[str, Any] = {"losses": losses, "norms": norms}
+    if plugin:
+        for kind, make in BAD.items():
+            bad = collate(make())
+            result[kind] = [said(lambda b=bad: train([b, b])), said(lambda b=bad: evaluate(b))]
+        model.engine.close()
+    return result
+
+
 # Tests
 
 RESIZE = "model.resize_token_embeddings(len(tokenizer))"
@@ -102,7 +131,7 @@ def check_refusals(result: dict[str, Any], runs: tuple[str, ...] = RUNS) -> None
 
 @pytest.mark.parametrize(
     ("helix", "kinds"),
-    [({"tp_size": 2}, [*BAD]), ({"pp_size": 2, "schedule": "1f1b"}, ["id"]), ({"cp_size": 2}, ["id"])],
+    [({"tp_size": 2}, ["id", "label"]), ({"pp_size": 2, "schedule": "1f1b"}, ["id"]), ({"cp_size": 2}, ["id"])],
     ids=str,
 )
 def test_ids_and_labels_out_of_range(helix: dict[str, Any], kinds: list[str], cluster_of: Any, tmp_path: Path) -> None:
@@ -159,6 +188,19 @@ def test_windows_without_labels_log_as_often_as_they_are(tmp_path: Path) -> None
     changes = {"logging_steps": 4, "label_smoothing_factor": 0.1}
     wanted = unlabelled(str(tmp_path), None, **changes)
     compare(unlabelled(str(tmp_path), {"plan": "sequential"}, **changes), wanted)
+
+
+def test_a_loop(cluster_of: Any) -> None:
+    wanted = loop(None)
+    assert np.isnan(wanted["losses"]).tolist() == [False, True, False, False, True]
+    for result in cluster_of(2).run(loop, helix={"tp_size": 2}):
+        np.testing.assert_allclose(result["losses"], wanted["losses"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(result["norms"], wanted["norms"], rtol=1e-4, atol=1e-7)
+        for kind in BAD:
+            for said in result[kind]:
+                assert said.startswith("ValueError")
+                for word in WORDS[kind]:
+                    assert word in said
 
 
 def test_rows_that_are_joined_without_padding(cluster_of: Any, tmp_path: Path) -> None:

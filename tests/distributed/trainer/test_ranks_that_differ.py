@@ -146,7 +146,7 @@ def decide(folder: str, helix: Helix, decisions: Decisions, decider: int | None)
 @pytest.mark.parametrize(
     ("helix", "dp", "decisions"),
     [
-        *(({"tp_size": 2}, 1, each) for each in DECISIONS),
+        *(slow({"tp_size": 2}, 1, each, when=place == 1) for place, each in enumerate(DECISIONS)),
         *(slow(*layout, DECISIONS[-1]) for layout in SLOW),
         *(slow({}, 2, each) for each in DECISIONS[:-1]),
     ],

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support import jobs
+from support.at_once import collectives_at_once
 from support.comparisons import compare_runs, compare_weights
 from support.derived_models import HOME
 from support.marks import slow
@@ -19,6 +20,7 @@ from support.tuning_jobs import hasty
 from support.versions import since
 from transformers import AutoModelForCausalLM
 
+from hf_helix.measure.memory import LiveBytes
 from hf_helix.measure.overlap import bytes_spared, bytes_summed, transports
 from hf_helix.operators.communication.transport import Recorder
 from hf_helix.operators.zero.zero1 import zero1_flat_parameters
@@ -149,6 +151,33 @@ def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
     """The bytes of the memory that tensors are in, each once."""
     result = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(result.values())
+
+
+@plain_parameters()
+def peaks(
+    folder: str, helix: dict[str, Any], model: dict[str, Any], training: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The most bytes that tensors take in a window and in a forward pass, beside what is kept between windows."""
+    trainer = make(folder, {**helix, "plan": "sequential"}, model, training)
+    trainer.model.train()
+    runner = trainer.helix.runner
+    window = window_of(trainer, 2, 1, (17,))
+    runner.train_window(window)  # what is made once is there, and gradients where they stay
+    flats = runner.rank_units.flat_parameters
+    if flats:
+        forget_gradients(trainer)
+    else:
+        trainer.model.zero_grad(set_to_none=False)
+    kept = [t for p in runner.rank_units.stepped for t in (p, p.grad) if t is not None]
+    kept += [flat.buffer for flat in zero1_flat_parameters(flats)]
+    result = {}
+    for name, run in {"window": runner.train_window, "forward": runner.evaluate}.items():
+        with collectives_at_once(runner.executor.streams), LiveBytes(kept) as tally:
+            run(window)
+        result[name] = tally.peak
+    trainer.helix.close()
+    sizes = [(flat.cast_to or flat.shard.dtype).itemsize for flat in flats]
+    return {**result, "flats": [flat.length for flat in flats], "sizes": sizes}
 
 
 @plain_parameters()
@@ -483,6 +512,19 @@ def test_a_rank_keeps_its_part(
         assert after == start + part
         assert stepped == start + 8 * rank["elements"]
         assert rank["spared"] == 12 * sum(lengths) - kept - 2 * part
+
+
+def test_the_memory_of_a_window(cluster_of: Any, tmp_path: Path) -> None:
+    """Beside what a window takes that keeps its gradients all the time: the gradients, those that are being summed once
+    more, and the summed parts. Products in bf16 need no copies of the weights."""
+    job = {"folder": str(tmp_path), "model": {"num_hidden_layers": 6}, "training": BF16}
+    whole = cluster_of(2).run(peaks, helix={}, **job)
+    for mine, other in zip(cluster_of(2).run(peaks, helix=OPTIMIZER, **job), whole, strict=True):
+        everything, largest = 4 * sum(mine["flats"]), 4 * max(mine["flats"])
+        halves = sum(2 * length for size, length in zip(mine["sizes"], mine["flats"], strict=True) if size == 2)
+        assert halves
+        assert mine["forward"] <= other["forward"] - 0.9 * halves
+        assert mine["window"] <= other["window"] + everything * 3 / 2 + 2 * largest - 0.9 * halves
 
 
 @pytest.mark.parametrize(

@@ -477,7 +477,7 @@ def differences(expected: dict[str, Any], seen: dict[str, Any], tolerance: float
 
 
 def test_the_oracle_sees_something(stock: Any) -> None:
-    expected, _ = stock(look, names=EVERY)
+    expected, _ = stock(look, names=EVERY, model={"num_hidden_layers": 2})
     assert not {name: value for name, value in expected.items() if isinstance(value, str)}
     states = [expected[name] for name in WRITINGS]
     assert all(before != after for before, after in pairwise(states))
@@ -492,8 +492,9 @@ def test_parameters_are_read_and_written_whole(
     layout: str, names: Sequence[str], cluster_of: Any, tmp_path: Path, stock: Any
 ) -> None:
     ranks, helix = LAYOUTS[layout]
-    for seen in cluster_of(ranks).run(look, folder=str(tmp_path), helix=helix, names=names):
-        assert not differences(stock(look, names=names)[0], seen)
+    job = {"names": names, "model": {"num_hidden_layers": 2 * helix.get("pp_size", 1)}}
+    for seen in cluster_of(ranks).run(look, folder=str(tmp_path), helix=helix, **job):
+        assert not differences(stock(look, **job)[0], seen)
 
 
 @pytest.mark.slow

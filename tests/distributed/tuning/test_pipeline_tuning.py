@@ -1,6 +1,7 @@
 """Pipelines measure, choose a plan and a schedule, remember both, and are scored and traced afterwards."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,18 @@ def test_the_second_run_comes_from_the_cache(tuned: Any, folder: Path, cluster_o
     assert len(again["said"]) == 1
     for key in ("plan", "schedule", "kept", "steps", "report", "losses"):
         assert again[key] == tuned[0][key], key
+
+
+@pytest.mark.parametrize(
+    "helix",
+    [{"plan": "search", "schedule": "1f1b"}, {"plan": "auto", "schedule": "auto", "layers_per_stage": [2, 1, 1, 1]}],
+    ids=str,
+)
+def test_other_schedules_and_stages_are_other_cases(
+    helix: dict[str, Any], tuned: Any, folder: Path, cluster_of: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(folder / "cache", tmp_path / "cache")
+    assert tune(cluster_of(2), tmp_path, helix=helix)[0]["measured"] == 1
 
 
 def test_a_given_profile_finds_the_schedule_at_once(
