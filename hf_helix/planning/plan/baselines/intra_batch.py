@@ -202,6 +202,8 @@ def tile_profile(profile: Profile, tiles: int) -> Profile:
     like = {name: other for name, other in like.items() if other != name}
     pairs = {}
     for a, b in profile.pairs:
+        if not {first[a], first[b]} <= times.keys():
+            continue  # a sum of gradients that the backward of a cut takes over
         beside = profile.slowdown(a, b), profile.slowdown(b, a)
         pairs[first[a], first[b]] = Pair.of(times[first[a]], times[first[b]], *beside)
     return Profile({**profile.about, "tiled": "derived, not measured"}, layout, times, spread, pairs, like)

@@ -1,5 +1,7 @@
 """Tiled graphs: the same values in and out, orders in which one strand overlaps, gradients that add up in one order."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -244,6 +246,24 @@ def test_a_tiled_profile_slows_tiles_down_as_the_whole() -> None:
             beside = ("layer", place)
             assert derived.slowdown(beside, tile) == pytest.approx(whole.slowdown(gather, other))
             assert derived.slowdown(tile, beside) == pytest.approx(whole.slowdown(other, gather))
+
+
+def test_sums_of_gradients_that_a_cut_takes_over_have_no_slowdowns() -> None:
+    """As behind the residuals of Olmo2, which are gathered without a norm."""
+    operators = (
+        collective("gather", "x"),
+        linear("up", "gather"),
+        collective("scatter", "up"),
+        compute("add", "x scatter"),
+    )
+    layout = layers_only(pair("layer", *operators), 2)
+    profile = profile_of(layout)
+    added, moved = ("layer", "B.x.sum"), ("layer", "B.scatter")
+    assert added in profile.times
+    profile = replace(profile, pairs={(added, moved): Pair.of(profile.times[added], profile.times[moved], 1.5, 1.2)})
+    result = tile_profile(profile, 2)
+    assert added not in result.times
+    assert result.pairs == {}
 
 
 def test_a_graph_without_local_operators_has_copies_that_cost_part_of_its_lightest() -> None:
