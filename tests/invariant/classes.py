@@ -264,20 +264,15 @@ for name in ("qwen3_5_moe", "nemotron_h", "granite_moe_hybrid"):
     add_derived(name, "tp2+dp2+ep2:right", **HYBRID)
 
 
-def parameters(*names: str, slow: Sequence[str] = ()) -> list[Any]:
-    """What `pytest.mark.parametrize` takes: the cases of these names, or all, each with its mark.
+def parameters() -> list[Any]:
+    """All cases with their marks, for `pytest.mark.parametrize`.
 
     Cases that need the same processes and the same trainer follow each other.
     """
-    chosen = [CASES[name] for name in (*names, *slow)] or list(CASES.values())
     trainers: dict[str, list[Case]] = {}
-    for case in chosen:
+    for case in CASES.values():
         trainers.setdefault(repr((case.helix, case.ranks, case.model)), []).append(case)
-    return [
-        marks.slow(case, when=case.slow or case.name in slow, id=case.name)
-        for cases in trainers.values()
-        for case in cases
-    ]
+    return [marks.slow(case, when=case.slow, id=case.name) for cases in trainers.values() for case in cases]
 
 
 def layouts_by_class() -> dict[str, set[str]]:

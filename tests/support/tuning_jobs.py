@@ -149,7 +149,6 @@ def tune(
         "kept": result and result.chosen,
         "steps": {} if result is None else {name: overlap.step for name, overlap in result.overlaps.items()},
         "predicted": {} if result is None else dict(result.predicted),
-        "profiled": [] if result is None or result.profile is None else sorted(result.profile.times),
         "tuning": result
         and {
             "measured": result.measured,

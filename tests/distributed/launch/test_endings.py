@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 from support.cluster import free_port
 from support.forked_ranks import fork_ranks
 from support.launches import PATHS, SUPPORT, accelerate, launch_config, torchrun
@@ -56,16 +55,6 @@ def test_an_error_of_one_rank(tmp_path: Path) -> None:
     assert "GLHF" not in said
     assert summary.count("RuntimeError: boom on one rank") == 1, summary
     assert "rank      : 1 " in summary
-
-
-@pytest.mark.slow
-def test_a_layout_in_accelerates_own_words(tmp_path: Path) -> None:
-    config = launch_config(tmp_path, helix={"plan": "sequential"})
-    launch = yaml.safe_load(config.read_text())
-    launch["parallelism_config"]["parallelism_config_tp_size"] = 2
-    config.write_text(yaml.safe_dump(launch))
-    said, _ = output_of(accelerate(config, SUPPORT / "endings_script.py", "raise"))
-    assert said.count("tp_size=2 plan=sequential") == 2, said
 
 
 def test_an_error_that_every_rank_raises_alike(tmp_path: Path) -> None:

@@ -111,15 +111,6 @@ def test_the_recipe_on_an_emulated_link_ends_with_the_gain(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_shape_of_a_large_model_made_small(tmp_path: Path):
-    """Any configuration runs on a CPU with a few values changed; the page shows how."""
-    sizes = "num_hidden_layers=4,hidden_size=64,intermediate_size=160,num_attention_heads=4,num_key_value_heads=2"
-    assert f"--config_overrides {sizes},vocab_size=512" in README
-    flags = ["--config_name", str(MODELS / "llama-25b"), "--config_overrides", f"{sizes},vocab_size=512"]
-    run_recipe(tmp_path, "cpu_tp2", *flags, "--sequence_length", "32", "--max_steps", "3")
-
-
-@pytest.mark.slow
 def test_the_loop_around_accelerate(tmp_path: Path):
     """Its layout is the launcher's, it learns, and what it saves loads. The page lists it."""
     output = launched(tmp_path, "cpu_tp2", "accelerate_loop.py", "6")

@@ -97,36 +97,24 @@ def test_problems_are_named_at_once(tmp_path: Path) -> None:
 
 
 def test_models_that_are_refused(tmp_path: Path) -> None:
-    model = RwkvForCausalLM(RwkvConfig(num_hidden_layers=2, hidden_size=8, vocab_size=16))
-    with pytest.raises(ValueError, match=r"RwkvForCausalLM cannot be derived: ") as caught:
-        HelixTrainer(model=model, args=arguments(str(tmp_path)), helix_config=HelixConfig())
+    def refuse(model: Any, match: str, **training: Any) -> str:
+        with pytest.raises(ValueError, match=match) as caught:
+            build(str(tmp_path), {}, training, model=model)
+        return str(caught.value)
+
+    rwkv = RwkvForCausalLM(RwkvConfig(num_hidden_layers=2, hidden_size=8, vocab_size=16))
+    said = refuse(rwkv, r"RwkvForCausalLM cannot be derived: ")
     for word in ("register_model", "hf-helix models", "docs/adding_a_model.md"):
-        assert word in str(caught.value)
-
-    # Models of other types.
-    def refused(model: Any, match: str) -> None:
-        with pytest.raises(ValueError, match=match):
-            HelixTrainer(model=model, args=arguments(str(tmp_path)), helix_config=HelixConfig())
-
-    refused(llama().half(), r"float16.*dtype=torch.float32.*dtype=torch.bfloat16")
-    mixed = llama()
+        assert word in said
+    refuse(llama().half(), r"float16.*dtype=torch.float32.*dtype=torch.bfloat16")
+    mixed, changed = llama(), llama()
     mixed.lm_head.bfloat16()
-    refused(mixed, r"lm_head.weight is torch.bfloat16, others are torch.float32.*one type")
-    # Parameters that no operator declares.
-    model = llama()
-    model.model.layers[0].self_attn.q_norm = torch.nn.LayerNorm(8)
-    with pytest.raises(ValueError, match=r"no operator for model\.layers\.0\.self_attn\.q_norm\.weight"):
-        HelixTrainer(model=model, args=arguments(str(tmp_path)), helix_config=HelixConfig())
+    refuse(mixed, r"lm_head.weight is torch.bfloat16, others are torch.float32.*one type")
+    changed.model.layers[0].self_attn.q_norm = torch.nn.LayerNorm(8)  # whose parameters no operator declares
+    refuse(changed, r"no operator for model\.layers\.0\.self_attn\.q_norm\.weight")
     # The stock Trainer takes the smoothed loss instead of the model's, balance and all.
-    with pytest.raises(
-        ValueError, match=r"label_smoothing_factor=0.1.*label_smoothing_factor=0.0.*output_router_logits"
-    ):
-        make_trainer(
-            str(tmp_path),
-            {},
-            model={"family": "mixtral", "output_router_logits": True},
-            training={"label_smoothing_factor": 0.1},
-        )
+    words = r"label_smoothing_factor=0.1.*label_smoothing_factor=0.0.*output_router_logits"
+    refuse(tiny("mixtral", output_router_logits=True), words, label_smoothing_factor=0.1)
 
 
 def test_mixed_precision_of_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

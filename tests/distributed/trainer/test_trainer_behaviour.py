@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.comparisons import compare_predictions
-from support.derived_models import HOME, gemma2
+from support.derived_models import HOME
 from support.jobs import build, make_trainer, predict
 from support.marks import slow
 from support.models import arguments, llama, sequences, tiny
@@ -183,9 +183,3 @@ def test_neftune_adds_the_noise_of_the_stock_hook(
         assert np.abs(noise_of_rank).max() > 0.95 * bound
         assert noise_of_rank.var() == pytest.approx(bound**2 / 3, rel=0.1)
     assert len(drawn) == 1 or not np.array_equal(*drawn)
-
-
-def test_neftune_behind_a_scaled_embedding_is_refused(tmp_path: Path) -> None:
-    model, args = gemma2(num_hidden_layers=1), arguments(str(tmp_path), neftune_noise_alpha=1.0)
-    with pytest.raises(ValueError, match=r"neftune_noise_alpha=1\.0 with an embedding of class Gemma2TextScaledWord"):
-        HelixTrainer(model=model, args=args, helix_config=HelixConfig())

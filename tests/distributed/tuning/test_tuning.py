@@ -306,18 +306,6 @@ def test_windows_that_tell_nothing(
 
 
 @pytest.mark.slow
-def test_tuning_beside_data_parallelism(cluster_of: Any, tmp_path: Path) -> None:
-    """Four ranks, two batches: every rank decides the same, and the second run measures nothing."""
-    case = {**SMALL, "data": {"count": 40, "lengths": (9,)}, "folder": str(tmp_path), "cache": str(tmp_path / "cache")}
-    first = cluster_of(4).run(TUNE, helix={"plan": "auto"}, **case)
-    again = cluster_of(4).run(TUNE, helix={"plan": "auto"}, forbidden=True, **case)
-    assert len({run["plan"] for run in first + again}) == 1
-    assert all(run["measured"] == 1 for run in first)
-    assert all(run["measured"] == 0 for run in again)
-    assert all(run["steps"] == first[0]["steps"] for run in first + again)
-
-
-@pytest.mark.slow
 def test_a_run_says_that_another_layout_is_faster(
     cluster_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
