@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 
     from hf_helix.engine.proof.prove import Subject
     from hf_helix.engine.proof.verdict import Proof
-from collections.abc import Sequence
-
-from hf_helix.operators.param_shard import Placement
-from hf_helix.operators.unit import Unit
+    from hf_helix.operators.param_shard import Placement
+    from hf_helix.operators.unit import Unit
 
 
 @dataclass(kw_only=True)
