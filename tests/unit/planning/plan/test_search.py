@@ -26,7 +26,6 @@ from support.graphs import (
     schedule_of,
     timeline_of,
 )
-from support.marks import slow
 
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Kind
@@ -43,11 +42,6 @@ from hf_helix.planning.window.window import WindowArrays
 
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "MAX_STEPS", 60)
-
-
-@pytest.fixture
-def fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """For what holds after any number of them."""
     monkeypatch.setattr(searching, "MAX_STEPS", 20)
 
@@ -80,23 +74,14 @@ def test_greedy_waits_for_nothing_and_takes_weight_gradients_last():
 # Search
 
 
-@pytest.mark.parametrize("interference", [slow(False), True])
-@pytest.mark.parametrize("seed", [0, *(slow(seed) for seed in (1, 2, 3))])
-@pytest.mark.parametrize("extra_live_layers", [0, 1, slow(2)])
-def test_hardly_ever_longer_than_greedy(fewer_steps: None, seed: int, interference: bool, extra_live_layers: int):
+@pytest.mark.parametrize("extra_live_layers", [0, 1])
+def test_hardly_ever_longer_than_greedy(few_steps: None, extra_live_layers: int):
     """On the window it is judged by: at most three layers a chunk."""
-    profile, schedule = llama_profile(5, seed, interference), schedule_of(4)
+    profile, schedule = llama_profile(5, 0, interference=True), schedule_of(4)
     flow = search(profile, schedule, extra_live_layers)
     assert flow.extra_live_layers == extra_live_layers
     longest = CLOSE * timeline_of(greedy(profile, extra_live_layers), profile, schedule).seconds
     assert timeline_of(flow, profile, schedule).seconds <= longest
-
-
-@pytest.mark.slow
-def test_hardly_longer_than_greedy_on_a_longer_window(few_steps: None):
-    profile, schedule = llama_profile(8, 29), schedule_of(8)
-    longest = CLOSE * timeline_of(greedy(profile), profile, schedule).seconds
-    assert timeline_of(search(profile), profile, schedule).seconds <= longest
 
 
 def ring_profile(slower: float) -> Profile:
@@ -146,7 +131,7 @@ def test_interference_is_searched_around(monkeypatch: pytest.MonkeyPatch):
     )
 
 
-def test_the_search_is_the_same_every_time(fewer_steps: None):
+def test_the_search_is_the_same_every_time(few_steps: None):
     profile = llama_profile(3, 0, interference=True)
     state = random.getstate()
     first = search(profile)
@@ -177,9 +162,8 @@ def test_progress_goes_from_none_to_nearly_all(monkeypatch: pytest.MonkeyPatch):
     assert 0.9 < told[-1] < 1
 
 
-@pytest.mark.parametrize("interference", [False, True])
 @pytest.mark.slow
-def test_a_search_takes_seconds(interference: bool, monkeypatch: pytest.MonkeyPatch):
+def test_a_search_takes_seconds(monkeypatch: pytest.MonkeyPatch):
     """Three annealings and their outcomes on a whole window: so many instructions simulated, a million a second."""
     simulated = 0
 
@@ -189,7 +173,7 @@ def test_a_search_takes_seconds(interference: bool, monkeypatch: pytest.MonkeyPa
         return simulate(work, *rest)
 
     monkeypatch.setattr(searching, "simulate", counting)
-    search(llama_profile(32, 0, interference))
+    search(llama_profile(32, 0, interference=True))
     assert 0 < simulated < 3.2 * searching.EFFORT, simulated
 
 
