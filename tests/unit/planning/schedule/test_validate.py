@@ -77,14 +77,20 @@ def test_gradients_add_up_in_the_order_of_micro_batches():
 
 
 @every_name
-def test_every_missing_slot_is_found(name: str):
+def test_every_missing_and_every_repeated_slot_is_found(name: str):
     ranks = stage_ranks(PLACEMENT_OF[name], 2)
-    for rank in range(2):
-        for place in range(len(build_schedule(name, 2, 3)[rank])):
+    for rank, slots in enumerate(build_schedule(name, 2, 3)):
+        for place, slot in enumerate(slots):
             schedule = build_schedule(name, 2, 3)
             schedule[rank].pop(place)
             with pytest.raises(ValueError, match=">>>"):
                 validate(schedule, 3, ranks)
+            schedule[rank][place:place] = [slot, slot]
+            with pytest.raises(ValueError, match="cannot run past") as error:
+                validate(schedule, 3, ranks)
+            cells = text(schedule)[rank]
+            cells[place + 1] = f">>> {cells[place + 1]}"
+            assert f"rank {rank}: {' '.join(cells)}" in str(error.value)
 
 
 def test_the_last_action_of_one_microbatch_is_missed():
@@ -94,20 +100,6 @@ def test_the_last_action_of_one_microbatch_is_missed():
     assert "'>>>': it never runs 0B2\nrank 0: " in said
     assert said.splitlines()[-2].endswith(" >>>")
     assert "it never runs 0W0" in refused(parsed("0F0 1F0 1B0 0I0"), 1)
-
-
-@every_name
-def test_every_repeated_slot_is_found(name: str):
-    ranks = stage_ranks(PLACEMENT_OF[name], 2)
-    for rank in range(2):
-        for place in range(len(build_schedule(name, 2, 3)[rank])):
-            schedule = build_schedule(name, 2, 3)
-            schedule[rank].insert(place, schedule[rank][place])
-            with pytest.raises(ValueError, match="cannot run past") as error:
-                validate(schedule, 3, ranks)
-            cells = text(schedule)[rank]
-            cells[place + 1] = f">>> {cells[place + 1]}"
-            assert f"rank {rank}: {' '.join(cells)}" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +165,6 @@ def test_a_file_says_what_placement_it_is_for(num_ranks: int, name: str, tmp_pat
     ("written", "said"),
     [
         ("0F0 0B0\n1F0 oops", ">>> oops"),
-        ("0F0 0B0", "lines for 1 ranks"),
         ("", "lines for 0 ranks"),
         ("0F0 0B0\n1F0", ">>>"),
         ("0F0 0B0 2F0 2B0\n1F0 1B0", r"3 virtual stages on 2 ranks; it needs 2 .* or 4"),
@@ -192,16 +183,11 @@ def test_what_is_no_text_is_refused(tmp_path: Path):
     (tmp_path / "schedule.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="schedule file"):
         load_schedule(tmp_path / "schedule.txt", 2, 2)
-    with pytest.raises(FileNotFoundError):
-        load_schedule(tmp_path / "absent.txt", 2, 2)
 
 
 GOOD = format_schedule(build_schedule("folded_1f1b", 2, 3))
 WRONG: dict[str, tuple[str, str]] = {
-    "no action": (GOOD.replace("0F1", "0F?1", 1), "not an action"),
-    "communication": (GOOD.replace("0F1", "0SEND_F1", 1), "which the runner adds itself"),
     "runs twice": (GOOD.replace("0F1", "0F0", 1), "runs twice"),
-    "a rank's line twice": (GOOD.replace("rank 1:", "rank 0:"), "here comes the line of rank 1"),
     "an action of another rank": (GOOD.replace("rank 0: 0F0", "rank 0: 1F0"), "rank 1 holds stage 1"),
     "waits for ever": ("rank 0: 3F0 0F0 3B0 0B0\nrank 1: 1F0 2F0 2B0 1B0", "rank 0 waits for 2F0 before 3F0"),
     "nothing at the end": (GOOD.replace(" 0B2", ""), "it never runs 0B2"),
