@@ -4,15 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import graphs as by_hand
-from support.arrays import arrays_of, window_instructions
+from support.arrays import window_instructions
 from support.graphs import (
     LLAMA,
     ORDER_BLOCK,
     check_whole_and_in_order,
     collective,
     compute,
-    layer_with_efforts,
-    layers_only,
     layout_of,
     linear,
     llama_layer,
@@ -28,10 +26,7 @@ from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Part
 from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan, sites, tile_graph, tile_pair, tile_profile
 from hf_helix.planning.plan.block_plan import validate_order
-from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.profile import Pair
-from hf_helix.planning.window.instructions import unit_instructions
-from hf_helix.planning.window.layout import named_operators
 
 TILES = [2, 3, 4]
 
@@ -136,33 +131,6 @@ def test_every_tile_of_a_microbatch_adds_up_before_the_next(rule: str, tiles: in
         if i.operator.part is Part.W:
             adding.setdefault((i.unit, i.operator.forward_name.rstrip("0123456789")), []).append(i.microbatch)
     assert all(order == sorted(order) for order in adding.values())
-
-
-def spans(layer: GraphPair, forward: bool) -> dict[str, tuple[float, float]]:
-    layout = layers_only(layer, 1)
-    work = arrays_of(
-        unit_instructions(layout, (0, 0, forward)),
-        layout,
-        {name: op.relative_cost for name, op in named_operators(layout)},
-    )
-    timeline = simulate(work)
-    names = (work.names[entry][1] for entry in work.entries)
-    return dict(zip(names, zip(timeline.starts, timeline.ends, strict=True), strict=True))
-
-
-@pytest.mark.parametrize(
-    ("moving", "computing", "forward"),
-    [
-        ("F.attn.gather.1", "F.attn.qkv.0", True),
-        ("F.mlp.scatter.0", "F.mlp.down.1", True),
-        ("B.mlp.scatter.0", "B.mlp.down.1.I", False),
-        ("B.mlp.gather.1", "B.mlp.up.0.I", False),
-        ("B.mlp.gather.0", "B.mlp.up.0.W", False),
-    ],
-)
-def test_tiles_run_beside_each_other(moving: str, computing: str, forward: bool) -> None:
-    result = spans(tiled(layer_with_efforts(transfer=5.0), 2), forward)
-    assert max(result[moving][0], result[computing][0]) < min(result[moving][1], result[computing][1])
 
 
 # Profiles

@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from hf_helix.planning.schedule.auto import SEARCHED, Policy, choose_schedule, l
 from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.schedule.placement import FOLD, stage_ranks
 from hf_helix.planning.schedule.scheduler import find_schedule
-from hf_helix.planning.schedule.slot_clock import Costs, Row, Simulated, SlotClock, simulate_schedule
+from hf_helix.planning.schedule.slot_clock import Costs, Simulated, SlotClock, simulate_schedule
 from hf_helix.planning.schedule.validate import validate
 
 UNIT = {"forward": 1.0, "input": 1.0, "weight": 1.0}
@@ -116,7 +115,7 @@ def test_what_cannot_end_is_refused():
 # List scheduling
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_no_policy_gets_stuck_or_takes_more_room(seed: int):
     rng = random.Random(seed)
     num_ranks, count = rng.randint(1, 5), rng.randint(1, 12)
@@ -209,17 +208,10 @@ def test_the_choice_keeps_to_the_room_it_is_given_and_makes_use_of_it(hasty: Non
 @pytest.mark.slow
 def test_the_choice_takes_seconds(monkeypatch: pytest.MonkeyPatch):
     """Two on an idle core, which run about so many slots."""
-    slots = 0
-    run = SlotClock.run
-
-    def counting(clock: SlotClock, rows: Sequence[Row]) -> object:
-        nonlocal slots
-        slots += sum(map(len, rows))
-        return run(clock, rows)
-
-    monkeypatch.setattr(SlotClock, "run", counting)
+    slots, run = [], SlotClock.run
+    monkeypatch.setattr(SlotClock, "run", lambda clock, rows: slots.extend(map(len, rows)) or run(clock, rows))
     choose_schedule(8, 64, even(16, **UNIT, gain=1.4, transfer=0.05))
-    assert 0 < slots < 2_000_000, slots
+    assert 0 < sum(slots) < 2_000_000
 
 
 # Refinement

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.arrays import arrays_of
 from support.graphs import SMALL, UNTILED, layout_of, loss_gradient, profile_of, schedule_of, timeline_of
 
 from hf_helix.planning.graph.operator import Kind, Part
@@ -16,7 +15,6 @@ from hf_helix.planning.plan.files import parse_plan
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.plan.search import defer_weight_gradients, greedy
-from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import EMULATED_LINK, REDUCTIONS_OVER, Profile, rough_profile
 from hf_helix.planning.timing.profile_file import load_profile, save_profile
@@ -159,17 +157,6 @@ def test_sums_longer_than_all_computation_decide_a_window() -> None:
     sums = 0.5 * (1 + 40 * (len(profile.layout.reductions) - 1))
     assert lower_bound(profile, schedule) == pytest.approx(sums)
     assert sums < predict(plan_of("greedy", profile, 8), profile, schedule).seconds < 1.1 * sums
-
-
-@pytest.mark.parametrize("gather_ms", [1.0, 12.0])
-def test_programs_wait_as_windows_do(gather_ms: float) -> None:
-    """A program as numbers has the same times as the window that it was made of."""
-    profile, schedule = profile_with(gather_ms), schedule_of(2)
-    issued = plan_of("sequential", profile).issue(schedule, profile.layout)
-    arrays, order = issued.arrays(profile.times)
-    program = arrays_of(issued.program(0), profile.layout, profile.times)
-    assert simulate(program).seconds == pytest.approx(simulate(arrays, order=order).seconds, rel=1e-9)
-    assert sum(stream == COMPUTE for stream in program.streams) == sum(stream == COMPUTE for stream in arrays.streams)
 
 
 def test_arrays_of_scaled_times_share_nothing_with_their_original() -> None:

@@ -4,17 +4,13 @@ import functools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.arrays import window_instructions
 from support.graphs import (
     SMALL,
     UNTILED,
-    check_whole_and_in_order,
     compute,
     layout_of,
     loss_gradient,
-    operators_of,
     pair,
     profile_of,
     schedule_of,
@@ -41,23 +37,6 @@ def window(rule: str, num_layers: int, num_microbatches: int) -> tuple[Instructi
     layout = layout_of(SMALL, num_layers)
     schedule = schedule_of(num_microbatches)
     return tuple(build_programs(schedule, layout, plan_of(rule), [(num_layers + 1, "loss")])[0])
-
-
-@pytest.mark.parametrize("rule", UNTILED)
-@given(num_layers=st.integers(1, 7), num_microbatches=st.integers(1, 5))
-def test_windows_are_valid_and_whole(rule: str, num_layers: int, num_microbatches: int):
-    program = window(rule, num_layers, num_microbatches)
-    layout = layout_of(SMALL, num_layers)
-    validate_program(program, [loss_gradient(layout)])
-    made = window_instructions(schedule_of(num_microbatches), layout)
-
-    def bare(instruction: Instruction) -> Instruction:
-        return replace(instruction, frees=(), ends=False)
-
-    result = {(i.microbatch, i.unit, i.operator): i for i in made}
-    program = operators_of(program)
-    assert [bare(i) for i in program] == [result[i.microbatch, i.unit, i.operator] for i in program]
-    check_whole_and_in_order([result[i.microbatch, i.unit, i.operator] for i in program], made)
 
 
 @pytest.mark.parametrize("rule", UNTILED)

@@ -29,7 +29,6 @@ from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.actions import Schedule, Slot
 from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.schedule.placement import stage_ranks
-from hf_helix.planning.schedule.validate import validate
 from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Pair, Profile
@@ -83,43 +82,9 @@ def without_order_of_frees(program: list[Instruction]) -> list[Instruction]:
     return [replace(each, frees=tuple(sorted(each.frees))) for each in program]
 
 
-@given(NAMES, st.integers(1, 4), st.integers(1, 40), st.integers(1, 20))
-def test_with_periods_taken_out_a_schedule_is_that_of_fewer_microbatches(
-    name: str, num_ranks: int, num_microbatches: int, kept: int
-):
-    periodic = Periodic(build_schedule(name, num_ranks, num_microbatches))
-    if not periodic.periods:
-        assert num_microbatches <= 2 * num_ranks + 1
-        return
-    left = num_microbatches - (periodic.periods - min(kept, periodic.periods)) * periodic.shift
-    short = periodic.keep(min(kept, periodic.periods))
-    assert short == build_schedule(name, num_ranks, left)
-    validate(short, left, stage_ranks(PLACEMENT_OF[name], num_ranks))
-
-
 def test_a_schedule_without_a_rhythm_is_left_as_it_is():
     microbatches = [Slot.parse(f"0F{k}") for k in range(30)] + [Slot.parse(f"0B{k}") for k in range(30)]
     assert Periodic([microbatches]).periods == 0
-
-
-@given(NAMES, st.integers(2, 4), st.integers(2, 12))
-def test_ranks_are_cut_where_none_needs_what_comes_after(name: str, num_ranks: int, settling: int):
-    num_microbatches = 60
-    periodic = Periodic(build_schedule(name, num_ranks, num_microbatches))
-    short = periodic.keep(settling + 14)
-    points = periodic.sync_points(short, settling, 8)
-    assert points
-    for cut in range(2):
-        done = [slots[: cuts[cut]] for slots, cuts in zip(short, points, strict=True)]
-        counts = {(stage, part): 0 for stage in range(2 * num_ranks) for part in "FI"}
-        for slot in (slot for slots in done for slot in slots):
-            for action in slot.actions:
-                for part in action.computation_type.replace("B", "I"):
-                    counts[action.stage, part] = counts.get((action.stage, part), 0) + 1
-        last = len(stage_ranks(PLACEMENT_OF[name], num_ranks)) - 1
-        assert all(counts[stage, "F"] >= counts[stage + 1, "F"] for stage in range(last))
-        assert all(counts[stage, "I"] <= counts[stage + 1, "I"] for stage in range(last))
-        assert counts[last, "I"] <= counts[last, "F"]
 
 
 @given(NAMES, st.integers(1, 3), st.integers(1, 7), COUNTS, st.sampled_from(RECOMPUTE))
