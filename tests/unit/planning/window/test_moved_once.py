@@ -11,9 +11,8 @@ from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.plan import search as searching
 from hf_helix.planning.plan.baselines.intra_batch import tile_profile
 from hf_helix.planning.plan.bounds import lower_bound
-from hf_helix.planning.plan.files import parse_plan
 from hf_helix.planning.plan.plan import Plan
-from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.plan.registry import make_plan, parse_plan
 from hf_helix.planning.plan.search import defer_weight_gradients, greedy
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import EMULATED_LINK, REDUCTIONS_OVER, Profile, rough_profile
