@@ -87,6 +87,26 @@ def test_a_schedule_without_a_rhythm_is_left_as_it_is():
     assert Periodic([microbatches]).periods == 0
 
 
+@given(NAMES, st.integers(2, 4), st.integers(2, 12))
+def test_ranks_are_cut_where_none_needs_what_comes_after(name: str, num_ranks: int, settling: int):
+    num_microbatches = 60
+    periodic = Periodic(build_schedule(name, num_ranks, num_microbatches))
+    short = periodic.keep(settling + 14)
+    points = periodic.sync_points(short, settling, 8)
+    assert points
+    for cut in range(2):
+        done = [slots[: cuts[cut]] for slots, cuts in zip(short, points, strict=True)]
+        counts = {(stage, part): 0 for stage in range(2 * num_ranks) for part in "FI"}
+        for slot in (slot for slots in done for slot in slots):
+            for action in slot.actions:
+                for part in action.computation_type.replace("B", "I"):
+                    counts[action.stage, part] = counts.get((action.stage, part), 0) + 1
+        last = len(stage_ranks(PLACEMENT_OF[name], num_ranks)) - 1
+        assert all(counts[stage, "F"] >= counts[stage + 1, "F"] for stage in range(last))
+        assert all(counts[stage, "I"] <= counts[stage + 1, "I"] for stage in range(last))
+        assert counts[last, "I"] <= counts[last, "F"]
+
+
 @given(NAMES, st.integers(1, 3), st.integers(1, 7), COUNTS, st.sampled_from(RECOMPUTE))
 def test_a_window_as_numbers_is_what_its_instructions_are(
     name: str, num_ranks: int, num_microbatches: int, counts: list[int], recompute: str
