@@ -2,10 +2,8 @@
 
 import importlib.util
 import re
-import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 from support.paths import ROOT
 
 import hf_helix
-from hf_helix.cli import build_parser
 from hf_helix.config import PLANS, HelixConfig
 
 README = ROOT / "README.md"
@@ -76,19 +73,6 @@ def test_the_index_lists_every_page() -> None:
     assert {page for page in PAGES if page.parent == index.parent} - {index} <= listed
 
 
-def commands(page: Path) -> Iterator[list[str]]:
-    """The words of every command in a block of code; `NAME` and `...` stand for what the reader puts in."""
-    text = page.read_text().replace("\\\n", " ")
-    for line in re.findall(r"^(?:    )?((?:\w+=\S+ )*(?:sudo )?(?:\.venv/bin/)?[a-z][\w-]* .*)$", text, re.MULTILINE):
-        words = line.partition("   #")[0].partition(" && ")[0]
-        if re.match(r"(\w+=\S+ )*(sudo )?(\.venv/bin/)?(hf-helix|accelerate|python|make|pip|torchrun) ", words):
-            try:
-                split = shlex.split(words)
-            except ValueError:
-                continue  # prose with an apostrophe
-            yield [word for word in split if "=" not in word or word.startswith("-")]
-
-
 def test_every_technique_is_described_in_one_form() -> None:
     """Those of the table of layouts.md, each in the section or on the page to which its row leads."""
     page = ROOT / "docs" / "layouts.md"
@@ -105,39 +89,9 @@ def test_every_technique_is_described_in_one_form() -> None:
         assert re.findall(r"^\| \*\*(.*?)\*\* \|", described, re.MULTILINE) == form, target
 
 
-def test_there_are_commands() -> None:
-    result = {Path(words[0]).name for page in PAGES for words in commands(page)}
-    assert {"hf-helix", "accelerate", "make", "pip"} <= result
-
-
-@every_page
-def test_commands_name_what_exists(page: Path) -> None:
-    """Options of `hf-helix`, targets of make, extras, and files of the repository."""
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for words in commands(page):
-        program = Path(words[0]).name
-        if program == "hf-helix" and "..." not in words and words[1] != "--help":
-            build_parser().parse_args(words[1:])
-        if program == "make":
-            assert words[1] in targets, words
-        if program == "pip":
-            for extra in re.findall(r"\[([\w,-]+)\]", " ".join(words)):
-                assert set(extra.split(",")) <= project()["optional-dependencies"].keys(), words
-        for word in words:
-            if re.match(r"(recipes|accelerate_configs|benchmarks|docs)/", word):
-                assert (ROOT / word).exists(), words
-    for module in re.findall(r"python -m (benchmarks\.[a-z][\w.]*\w)", page.read_text()):
-        path = ROOT / module.replace(".", "/")
-        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
-
-
-def test_every_extra_is_described() -> None:
+def test_every_extra_is_described_and_no_message_installs_from_an_index_that_does_not_have_it() -> None:
     page = (ROOT / "docs" / "installation.md").read_text()
-    for extra in project()["optional-dependencies"]:
-        assert f"| `{extra}` |" in page
-
-
-def test_no_message_installs_from_an_index_that_does_not_have_it() -> None:
+    assert [extra for extra in project()["optional-dependencies"] if f"| `{extra}` |" not in page] == []
     for path in [*(ROOT / "hf_helix").rglob("*.py"), *PAGES]:
         assert not re.search(r"pip install '?\"?hf_helix", path.read_text()), path
 
@@ -181,16 +135,12 @@ def test_the_doctor_answers_as_the_first_page_says() -> None:
     assert made.answers() == made.json.loads(made.ANSWERS.read_text())
 
 
-def test_the_file_to_copy_has_every_option() -> None:
-    text = (ROOT / "accelerate_configs" / "helix.yaml").read_text()
-    for option in generator().dataclasses.fields(generator().HelixConfig):
-        assert re.search(rf"^ +(# )?{option.name}: ", text, re.MULTILINE), option.name
-
-
-def test_every_option_is_described() -> None:
+def test_every_option_is_described_and_in_the_file_to_copy() -> None:
     """A field without a word in the docstring is an error, not a gap."""
-    made = generator()
-    assert made.options().count("\n### `") + 1 == len(made.dataclasses.fields(made.HelixConfig))
+    made, text = generator(), (ROOT / "accelerate_configs" / "helix.yaml").read_text()
+    options = [option.name for option in made.dataclasses.fields(made.HelixConfig)]
+    assert [name for name in options if not re.search(rf"^ +(# )?{name}: ", text, re.MULTILINE)] == []
+    assert made.options().count("\n### `") + 1 == len(options)
     documented = made.HelixConfig.__doc__
     try:
         made.HelixConfig.__doc__ = documented.replace("tp_size: ranks", "tp: ranks")

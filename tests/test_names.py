@@ -1,12 +1,10 @@
-"""What messages, docstrings and pages call `Class.name` exists: a user who is told to call it finds it."""
+"""What messages, docstrings and pages call `Class.name` exists; the first line of an error holds the reason."""
 
 import ast
 import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 import hf_helix
 
@@ -88,14 +86,28 @@ def test_names_in_messages_and_pages_exist():
     assert [f"{place}: {name}" for place, text in texts() for name in missing(text)] == []
 
 
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
+def test_the_scan_finds():
+    for text, names in (
         ("declare it with Builder.local", ["Builder.local"]),
         ("declare it with Builder.autograd or Builder.add", []),
         ("`Engine.tuning` and `Engine.tuned`", ["Engine.tuned"]),
         ("Tensor.backward and torch.Builder.local are not ours", []),
-    ],
-)
-def test_the_scan_finds(text: str, names: list[str]):
-    assert missing(text) == names
+    ):
+        assert missing(text) == names
+
+
+PICTURES = {"planning/plan/block_plan.py", "planning/schedule/actions.py", "planning/schedule/validate.py"}
+"""Files whose errors show the order or the schedule that they are about, below a line with the reason."""
+
+
+def test_no_reason_begins_on_the_second_line():
+    """What is raised is never a heading that ends with a colon: launchers and logs show no more than the first line."""
+    headings = {
+        path.relative_to(PACKAGE).as_posix()
+        for path, module in parsed()
+        for node in ast.walk(module)
+        if isinstance(node, ast.Raise)
+        for part in ast.walk(node)
+        if isinstance(part, ast.Constant) and isinstance(part.value, str) and ":\n" in part.value
+    }
+    assert headings - PICTURES <= {"planning/schedule/scheduler.py"}

@@ -105,15 +105,32 @@ def needs(command: str) -> str | None:
     return next((what for pattern, what in NEEDS.items() if re.search(pattern, filled(command))), None)
 
 
-def test_commands_are_found() -> None:
+def test_commands_are_found_and_none_needs_the_environment_that_make_builds() -> None:
     every = [command for commands in printed().values() for command in commands]
     assert sum(needs(command) is None for command in every) > 60
     assert all(any(re.search(pattern, filled(command)) for command in every) for pattern in NEEDS)
+    assert {"hf-helix", "accelerate", "make", "pip"} <= {command.split()[0] for command in every}
+    assert not [command for command in every if ".venv/bin" in command]
 
 
-def test_no_command_needs_the_environment_that_make_builds() -> None:
-    for source, commands in printed().items():
-        assert not [command for command in commands if ".venv/bin" in command], source
+@pytest.mark.parametrize("source", printed())
+def test_commands_name_what_exists(source: str) -> None:
+    """Options of `hf-helix`, targets of make, extras, modules and files of the repository."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    extras = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]
+    for command in printed()[source]:
+        if "hf-helix " in command and "..." not in command and "--help" not in command:
+            build_parser().parse_args(shlex.split(filled(command).partition("hf-helix ")[2].partition(" && ")[0]))
+        if command.startswith("make "):
+            assert command.split()[1] in targets, command
+        if command.startswith("pip "):
+            for extra in re.findall(r"\[([\w,-]+)\]", command):
+                assert set(extra.split(",")) <= extras["optional-dependencies"].keys(), command
+        for word in re.findall(r"(?<=\s)(?:recipes|accelerate_configs|benchmarks|docs)/[\w./-]+", filled(command)):
+            assert (ROOT / word).exists(), command
+        for module in re.findall(r"python -m (benchmarks\.[a-z][\w.]*\w)", command):
+            path = ROOT / module.replace(".", "/")
+            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,6 @@ from hf_helix.cli.models import SUPPORTED
 FILES = sorted(LAUNCH.rglob("*.yaml"))
 PAPER_FILES = sorted((LAUNCH / "paper").glob("*.yaml"))
 AXES = ("dp", "tp", "cp", "pp", "ep")
-HOST = 8  # GPUs
 
 # Of the paper's models: billions of parameters in the decoder layers, with grouped-query attention.
 PAPER_LAYERS = {
@@ -127,52 +126,37 @@ def named(path: Path) -> str:
     return str(path.relative_to(LAUNCH).with_suffix(""))
 
 
-every_file = pytest.mark.parametrize("path", FILES, ids=named)
-every_paper_file = pytest.mark.parametrize("path", PAPER_FILES, ids=lambda path: path.stem)
-
-
-@every_file
-def test_accelerate_and_helix_take_the_file(path: Path):
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(LAUNCH).with_suffix("")))
+def test_the_layout_is_taken_fits_the_model_and_is_listed_as_its_name_says(path: Path):
     loaded = load_config_from_file(str(path))
     assert loaded.distributed_type.value == ("MULTI_GPU" if loaded.num_processes > 1 else "NO")
     assert loaded.use_cpu is path.stem.startswith("cpu")
     HelixConfig.from_mapping(loaded.parallelism_config["helix"], str(path))
-
-
-@every_file
-def test_the_layout_fits_processes_and_model(path: Path):
     recipe = recipe_of(path)
     sizes, config = recipe.sizes, config_of(recipe.model)
     assert sizes["dp"] % sizes["ep"] == 0, "expert parallelism takes its ranks from data parallelism"
     heads = config.num_attention_heads
-    assert heads % sizes["tp"] == 0
-    assert getattr(config, "num_key_value_heads", heads) % sizes["tp"] == 0
+    assert heads % sizes["tp"] == getattr(config, "num_key_value_heads", heads) % sizes["tp"] == 0
     assert 2 * sizes["pp"] <= config.num_hidden_layers
-    if sizes["ep"] > 1:
-        assert config.num_local_experts % (sizes["ep"] * sizes["tp"]) == 0
-
-
-@every_file
-def test_the_name_says_the_layout_and_the_page_lists_it(path: Path):
-    recipe = recipe_of(path)
+    assert sizes["ep"] == 1 or config.num_local_experts % (sizes["ep"] * sizes["tp"]) == 0
     link = f"(../{path.relative_to(ROOT)})"
     if path.stem == "helix":  # the one to copy
         assert link in README
         return
     row = row_of(link)
-    layout = [f"{name}{size}" for name, size in recipe.sizes.items() if size > 1]
+    layout = [f"{name}{size}" for name, size in sizes.items() if size > 1]
     assert " ".join(layout) in row
     assert ("**not run**" in row) == (not recipe.launch["use_cpu"]), "nothing was run on GPUs"
     if path in PAPER_FILES:
         assert re.fullmatch(f"{re.escape('_'.join([recipe.model, *layout]))}_64xA(40|800)", path.stem)
     else:  # no more ranks than the layout needs
-        assert recipe.sizes["dp"] == recipe.sizes["ep"]
+        assert sizes["dp"] == sizes["ep"]
         kind, *parts = path.stem.split("_")
         assert kind == ("cpu" if recipe.launch["use_cpu"] else "gpu")
         assert sorted(parts) == sorted(part for part in layout if not part.startswith("dp"))
 
 
-@every_paper_file
+@pytest.mark.parametrize("path", PAPER_FILES, ids=lambda path: path.stem)
 def test_the_papers_batch_on_the_papers_machines(path: Path):
     """8 Mi tokens, or 1600 sequences of Phi, on 8 machines of 8, with its sequence lengths."""
     recipe = recipe_of(path)
@@ -189,17 +173,12 @@ def test_the_papers_batch_on_the_papers_machines(path: Path):
         assert sequences * length == 8 * 2**20
     row = row_of(f"(../{path.relative_to(ROOT)})")
     assert f"| {length} | {steps} |" in row
-
-
-@every_paper_file
-def test_the_states_on_a_gpu_as_the_page_says(path: Path):
-    """Weights, gradients and the two states of AdamW in fp32; with `shard_optimizer`, states are shared over dp."""
-    recipe = recipe_of(path)
+    # Weights, gradients and the two states of AdamW in fp32 on a GPU; `shard_optimizer` shares the states over dp.
     sizes, result = recipe.sizes, count(recipe.model)
     dense = (result.total - result.experts) / (sizes["tp"] * sizes["pp"])
     experts = result.experts / (sizes["tp"] * sizes["pp"] * sizes["ep"])
     copies = sizes["dp"] if recipe.launch["parallelism_config"]["helix"].get("shard_optimizer") else 1
-    assert f"| {(dense + experts) * (8 + 8 / copies) / 1e9:.0f} GB |" in row_of(f"(../{path.relative_to(ROOT)})")
+    assert f"| {(dense + experts) * (8 + 8 / copies) / 1e9:.0f} GB |" in row
 
 
 # The script

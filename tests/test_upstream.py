@@ -7,7 +7,6 @@ import inspect
 import json
 import pkgutil
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -198,16 +197,13 @@ def test_a_hook_that_was_renamed_is_an_error_with_a_version_that_works(monkeypat
     )
 
 
-def test_every_hook_that_was_renamed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_hook_that_was_renamed_or_is_not_called_any_more_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may stay for a version or two after its callers have gone."""
     hooks = {name for base in HelixTrainerMixin.__mro__ for name in vars(base).keys() & vars(Trainer).keys()}
     hooks = {name for name in hooks if not name.startswith("__")}
     assert len(hooks) > 30
     text = error_of(stock_without(monkeypatch, *hooks))
     assert set(re.findall(r"Trainer\.(\w+) is gone; hf_helix overrides", text)) == hooks
-
-
-def test_a_hook_that_nobody_calls_any_more_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may stay for a version or two after its callers have gone."""
     text = error_of(stock_without(monkeypatch, "_run_epoch", _run_epoch=lambda self, **kwargs: self.training_step()))
     assert "Trainer._clip_grad_norm is not called any more by Trainer; hf_helix" in text
 
@@ -227,27 +223,20 @@ def test_other_parameters_are_an_error(monkeypatch: pytest.MonkeyPatch, method: 
 
 
 def test_a_new_method_with_a_name_of_ours_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """We would override it without knowing."""
+    """We would override it without knowing. Only classes of the packages in the table are compared: what users put
+    between is theirs."""
+    with pytest.raises(UpstreamChanged, match=r"Trainer\.floating_point_ops exists, and hf_helix uses that name"):
+        type("Mine", (HelixTrainerMixin, Trainer), {"floating_point_ops": None, "__module__": "hf_helix.mine"})
+    between = type("Between", (Trainer,), {"_save_checkpoint": lambda self, *, other: None})
+    mine = type("Mine", (HelixTrainerMixin, between), {"_save": lambda self, folder: None})
+    assert check_class(mine) is mine
     stock = stock_without(monkeypatch, _run_window=lambda self: None)
     assert "Trainer._run_window exists, and hf_helix uses that name for something of its own" in error_of(stock)
-
-
-def test_what_users_put_between_is_theirs() -> None:
-    """Only classes of the packages in the table are compared."""
-
-    class Between(Trainer):  # type: ignore[misc]
-        def _save_checkpoint(self, *, other: int) -> None: ...
-
-    class Mine(HelixTrainerMixin, Between):
-        def _save(self, folder: str) -> None: ...
-
-    assert check_class(Mine) is Mine
 
 
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("transformers.trainer:Trainer._prepare_inputs", None, "transformers.trainer:Trainer._prepare_inputs is gone"),
         (
             "transformers.core_model_loading:rename_source_key",
             lambda source_key, table: None,
@@ -282,19 +271,7 @@ def test_a_name_that_cannot_be_imported_says_what_to_install(tmp_path: Path) -> 
     (tmp_path / "script.py").write_text(f"{ANEW}{LOST}from hf_helix import HelixTrainer")
     (process,) = fork_ranks(tmp_path, tmp_path / "script.py", world=1)
     assert process.wait(120) == 1
-    check_advice((tmp_path / "0.log").read_text())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("statement", ["from hf_helix import HelixTrainer", "import hf_helix; hf_helix.HelixPlugin"])
-def test_a_new_process_says_what_to_install(statement: str) -> None:
-    command = [sys.executable, "-c", f"{LOST}{statement}"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 1
-    check_advice(result.stderr)
-
-
-def check_advice(said: str) -> None:
+    said = (tmp_path / "0.log").read_text()
     last = said[said.index("hf_helix.integrations.upstream.UpstreamChanged") :]
     assert re.search("cannot import name '(dot_natural|rename_source)_key' from 'transformers.core_", last)
     assert "use `pip install 'transformers~=5.24.0'`" in last
@@ -321,10 +298,7 @@ def test_every_row_fits_what_is_installed() -> None:
     for row in installed:
         importlib.import_module(row.partition(":")[0])
     assert [words for words in map(problem_of_use, installed) if words] == []
-
-
-def test_trainers_of_trl_fit() -> None:
-    trl = pytest.importorskip("trl")
+    trl = importlib.import_module("trl")
     assert problems_of_class(type("Mine", (HelixTrainerMixin, trl.SFTTrainer), {})) == []
 
 
@@ -352,11 +326,6 @@ def test_every_class_on_one_of_another_package_is_checked() -> None:
     assert [problem for kind in checked for problem in problems_of_class(kind)] == []
 
 
-def test_an_override_without_a_mark_is_an_error() -> None:
-    with pytest.raises(UpstreamChanged, match=r"Trainer\.floating_point_ops exists, and hf_helix uses that name"):
-        type("Mine", (HelixTrainerMixin, Trainer), {"floating_point_ops": None, "__module__": "hf_helix.mine"})
-
-
 def package_of(kind: type) -> str:
     return kind.__module__.partition(".")[0]
 
@@ -369,26 +338,11 @@ class Use(NamedTuple):
 
 
 DOCUMENTED = {
-    "transformers.modeling_outputs",
-    "transformers.utils",
-    "transformers.utils.logging",
-    "accelerate.parallelism_config",
-    "accelerate.scheduler",
-    "accelerate.state",
-    "accelerate.utils",
+    *("transformers.modeling_outputs", "transformers.utils", "transformers.utils.logging"),
+    *("accelerate.parallelism_config", "accelerate.scheduler", "accelerate.state", "accelerate.utils"),
 }
-ENDINGS = {
-    "_again",
-    "_foreach_",
-    "_kwargs",
-    "_multiplier",
-    "_name",
-    "_saving",
-    "_size",
-    "_sort_index",
-    "_token_id",
-    "_token_index",
-}  # parts of other words
+ENDINGS = re.compile("_(again|foreach_|kwargs|multiplier|name|saving|size|sort_index|token_id|token_index)")
+"""Parts of other words."""
 OURS = {"_hf_helix_told", "_is_cut_by_helix"}  # set on objects of others
 
 
@@ -440,7 +394,8 @@ def every_use() -> Iterator[Use]:
                 hidden = hidden and ast.unparse(node.value) not in sys.stdlib_module_names
                 name = node.attr if hidden else peft_chain(node)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-                name = node.value if is_private(node.value) and node.value not in own | ENDINGS else ""
+                hidden = is_private(node.value) and node.value not in own and not ENDINGS.fullmatch(node.value)
+                name = node.value if hidden else ""
             if name:
                 yield Use(name, f"{where}:{node.lineno}")
 

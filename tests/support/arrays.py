@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from hf_helix.planning.graph.operator import Kind, Operator, Part
-from hf_helix.planning.schedule.actions import Schedule, Slot
+from hf_helix.planning.schedule.actions import Schedule
 from hf_helix.planning.window.instructions import (
     PARTS_OF,
     Instruction,
@@ -16,19 +16,16 @@ from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.window import COMPUTE, NONE, STREAMS, Times, WindowArrays
 
 
-def slot_instructions(slot: Slot, layout: Layout) -> list[Instruction]:
-    """The instructions of a slot, in the order of its passes."""
-    found = []
-    for unit_pass, action in slot_passes(slot, layout):
-        parts = PARTS_OF[action.computation_type]
-        made = pass_instructions(layout, unit_pass)
-        found += [each for each in made if each.operator and each.operator.part in parts]
-    return found
-
-
 def window_instructions(schedule: Schedule, layout: Layout) -> list[Instruction]:
-    """The instructions of a window, rank by rank and slot by slot."""
-    return [made for slots in schedule for slot in slots for made in slot_instructions(slot, layout)]
+    """The instructions of a window, rank by rank and slot by slot, in the order of passes."""
+    return [
+        made
+        for slots in schedule
+        for slot in slots
+        for unit_pass, action in slot_passes(slot, layout)
+        for made in pass_instructions(layout, unit_pass)
+        if made.operator and made.operator.part in PARTS_OF[action.computation_type]
+    ]
 
 
 def arrays_of(program: Sequence[Instruction], layout: Layout, times: Times) -> WindowArrays:

@@ -70,19 +70,6 @@ def llama_layer() -> Graph:
     return Graph("layer", operators, ("x",), ("mlp.add",), repeats=True)
 
 
-def layer_with_efforts(transfer: float) -> Graph:
-    """The layer with efforts such as the adapters declare; every collective takes `transfer`."""
-    efforts = {"attn.qkv": 6.0, "attention": 4.0, "attn.out": 4.0, "mlp.up": 4.0, "mlp.down": 4.0}
-    layer = llama_layer()
-    return replace(
-        layer,
-        operators=tuple(
-            replace(op, relative_cost=transfer if op.kind.communicates else efforts.get(op.name, 0.5))
-            for op in layer.operators
-        ),
-    )
-
-
 def llama_layer_on_one_rank() -> Graph:
     """The same layer without its four collectives: 10 operators."""
     whole = llama_layer()

@@ -1,5 +1,6 @@
 """Oracles for schedules, apart from the validator and the simulator."""
 
+from collections.abc import Callable
 from graphlib import TopologicalSorter
 from itertools import pairwise
 
@@ -40,28 +41,40 @@ def slots_by_part(schedule: Schedule) -> dict[str, tuple[int, int]]:
     return result
 
 
-def start_times(schedule: Schedule, num_stages: int, num_microbatches: int) -> dict[str, int]:
-    """When each part starts if every slot takes one unit and starts as soon as it can.
+def slot_ends(
+    schedule: Schedule,
+    num_stages: int,
+    num_microbatches: int,
+    seconds: Callable[[Slot], float] = lambda _: 1.0,
+    transfer: float = 0.0,
+) -> dict[tuple[int, int], float]:
+    """When each slot (rank, number) ends if it starts as soon as it can: a longest path.
 
     A slot waits for the one before it on its rank and for the action before each of its own; a circle is a deadlock.
+
+    Args:
+        seconds: what a slot takes.
+        transfer: what it takes until another rank knows its result.
     """
     place = slots_by_part(schedule)
-    needs: dict[tuple[int, int], set[tuple[int, int]]] = {node: set() for node in place.values()}
-    for rank, number in needs:
-        if number:
-            needs[rank, number].add((rank, number - 1))
+    needs = {(rank, number): {(rank, number - 1)} if number else set() for rank, number in place.values()}
     for microbatch in range(num_microbatches):
-        way = way_of_a_microbatch(num_stages, microbatch)
-        for before, after in pairwise(way):
+        for before, after in pairwise(way_of_a_microbatch(num_stages, microbatch)):
             needs[place[after]].add(place[before])
         for stage in range(num_stages):
             before, after = place[f"{stage}I{microbatch}"], place[f"{stage}W{microbatch}"]
-            if before != after:
-                needs[after].add(before)
-    start: dict[tuple[int, int], int] = {}
-    for node in TopologicalSorter(needs).static_order():
-        start[node] = max((start[need] + 1 for need in needs[node]), default=0)
-    return {part: start[node] for part, node in place.items()}
+            needs[after] |= {before} - {after}
+    ends: dict[tuple[int, int], float] = {}
+    for rank, number in TopologicalSorter(needs).static_order():
+        start = max((ends[need] + transfer * (need[0] != rank) for need in needs[rank, number]), default=0.0)
+        ends[rank, number] = start + seconds(schedule[rank][number])
+    return ends
+
+
+def start_times(schedule: Schedule, num_stages: int, num_microbatches: int) -> dict[str, int]:
+    """When each part starts if every slot takes one unit."""
+    ends = slot_ends(schedule, num_stages, num_microbatches)
+    return {part: int(ends[node]) - 1 for part, node in slots_by_part(schedule).items()}
 
 
 def live_activations(slots: list[Slot]) -> int:
@@ -83,7 +96,7 @@ def oracle_can_run(schedule: Schedule, num_stages: int, num_microbatches: int) -
                     return False
                 seen[action.stage, part] = action.microbatch
     try:
-        start_times(schedule, num_stages, num_microbatches)
+        slot_ends(schedule, num_stages, num_microbatches)
     except ValueError:  # a circle
         return False
     return True

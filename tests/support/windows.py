@@ -11,7 +11,6 @@ from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Layout, Name
 from hf_helix.report.timeline import Bar
 
-SVG = "{http://www.w3.org/2000/svg}"
 MS = {"F.norm": 1.0, "F.gather": 4.0, "F.up": 6.0, "F.attention": 2.0, "F.send": 3.0}
 MS |= {"B.send": 3.0, "B.attention": 5.0, "B.up.I": 6.0, "B.gather": 4.0, "B.up.W": 7.0, "B.norm": 2.0}
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from support.paths import ROOT
 
 from benchmarks.common import add_outputs, columns, markdown, options_of, save
+from benchmarks.gpu.pieces import PIECES
 from benchmarks.plans import STUDIES, contenders, read_options
 
 NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "def main()" in path.read_text())
@@ -54,6 +56,14 @@ def test_a_study_has_rows_with_names_of_their_own(study: str, monkeypatch: pytes
     monkeypatch.setattr("sys.argv", ["plans", study])
     names = [row.name for row in contenders(read_options())]
     assert len(names) == len(set(names)) > 2
+
+
+def test_a_call_of_the_gpu_acceptance_takes_at_most_ten_minutes() -> None:
+    seconds = Counter[int]()
+    for piece in PIECES:
+        seconds[piece.call] += piece.seconds
+    assert sorted(seconds) == [1, 2, 3]
+    assert max(seconds.values()) <= 600
 
 
 def test_stock_software_runs_on_two_ranks_only(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -38,11 +38,16 @@ def test_every_example_parses() -> None:
         build_parser().parse_args(words[1:])
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--version"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out == f"hf-helix {__version__}\n"
+def test_version_and_no_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for words, said in ((["--version"], f"hf-helix {__version__}\n"), ([], "hf-helix COMMAND --help")):
+        monkeypatch.setattr(sys, "argv", ["hf-helix", *words])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert caught.value.code == 0
+        assert said in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["models", "nosuch"])
+    assert "no class has 'nosuch' in its name" in capsys.readouterr().err
 
 
 def test_env_says_what_an_issue_needs_and_no_secret(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,24 +85,15 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_name_on_the_hub_is_its_configuration(hub: Path) -> None:
+def test_a_name_on_the_hub_is_its_configuration_and_a_misspelt_folder_has_the_nearest(
+    hub: Path, tmp_path: Path
+) -> None:
     assert configuration_file("org/model") == str(hub / "snapshots" / "1234" / "config.json")
     assert configuration_file(str(hub)) == str(hub)
-
-
-def test_a_misspelt_folder_has_the_nearest_name(hub: Path, tmp_path: Path) -> None:
     (tmp_path / "tiny-llama").mkdir()
     (tmp_path / "tiny-llama" / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"no such folder or file here \(did you mean '.*/tiny-llama'\?\)"):
         configuration_file(str(tmp_path / "tiny-lama"))
-
-
-def test_no_command_is_a_question_for_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["hf-helix"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0
-    assert "hf-helix COMMAND --help" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("model", ["org/other", "./nowhere", "/no/such/folder/here"])
@@ -130,9 +126,3 @@ def test_files_of_clusters_are_listed_and_shown(capsys: pytest.CaptureFixture[st
     assert "h100x8         a node of 8 H100\n" in capsys.readouterr().out
     main(["cluster", "--show", "H100x8"])
     assert capsys.readouterr().out.startswith("name: a node of 8 H100\n")
-
-
-def test_a_name_that_no_class_has(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["models", "nosuch"])
-    assert "no class has 'nosuch' in its name" in capsys.readouterr().err

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from support.marks import slow
 from support.paths import ROOT
 
 from hf_helix.cli import main
@@ -63,24 +62,6 @@ def roomy(small: Path, one_process: None, tmp_path_factory: pytest.TempPathFacto
     return said_by_doctor(folder, small, "2k", "--why", *html)
 
 
-@pytest.fixture(scope="module")
-def scarce(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cluster of which no device holds the whole model."""
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        main(words_of("simulate", small, "--gpus", 1, "--recompute", "full"))
-    line = next(line for line in output.getvalue().splitlines() if line.startswith("  memory"))
-    number, unit = line.split()[1:3]
-    size = float(number) * {"GB": 1, "MB": 1e-3}[unit]
-    return cluster_file(tmp_path_factory.mktemp("cluster") / "scarce.yaml", memory_gb=0.4 * size)
-
-
-@pytest.fixture(scope="module")
-def cut(scarce: Path, one_process: None, tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """What the doctor says where the model has to be cut."""
-    return said_by_doctor(tmp_path_factory.mktemp("cut"), scarce, "512")
-
-
 def cluster_file(path: Path, memory_gb: float = 4, **keys: Any) -> Path:
     device = {
         "name": "CPU",
@@ -106,13 +87,11 @@ def refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [slow("doctor"), "simulate"])
-def test_adapters_need_gradients_and_states_for_themselves_alone(command: str, small: Path, capsys: Any):
+def test_adapters_need_gradients_and_states_for_themselves_alone(small: Path, capsys: Any):
     pytest.importorskip("peft")
 
     def memory(*adapters: object) -> dict[str, float]:
-        counts = ("--batch_tokens", "2k") if command == "doctor" else ("--microbatches", 2)
-        main(words_of(command, small, *counts, *adapters))
+        main(words_of("simulate", small, "--microbatches", 2, *adapters))
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
         return {words[0]: float(words[1]) for words in lines if words[-1:] == ["MB"] and len(words) == 3}
 
@@ -154,26 +133,28 @@ def test_the_doctor_writes_a_page_of_all_rows(roomy: Said):
 
 
 @pytest.mark.slow
-def test_the_file_of_a_cut_layout_is_taken_by_helix(cut: Said):
-    assert "Data parallelism of hf_helix alone does not work: needs " in cut.text
-    config = HelixConfig.from_file(cut.file)
-    assert config.tp_size * config.pp_size == 2
-    assert load_config_from_file(str(cut.file)).num_processes == 2
-
-
-@pytest.mark.slow
-def test_states_go_to_the_host_where_the_best_layout_recomputes(cut: Said, scarce: Path, tmp_path: Path):
-    def rows(said: str) -> dict[str, tuple[bool, int]]:
-        """Of each layout, whether the host has states, and its tokens a second."""
-        found = re.findall(r"^((?:\w\w \d(?: x )?)+) .*? ([\d,]+) +\d+% (.*)$", said, re.MULTILINE)
-        return {name: ("offload optimizer" in how, int(rate.replace(",", ""))) for name, rate, how in found}
-
-    usual, without = rows(cut.text), rows(said_by_doctor(tmp_path, scarce, "512", "--offload", "none").text)
+def test_states_go_to_the_host_where_the_best_layout_recomputes(
+    small: Path, one_process: None, capsys: Any, tmp_path: Path
+):
+    """On devices of which none holds the whole model."""
+    main(words_of("simulate", small, "--gpus", 1, "--recompute", "full"))
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  memory"))
+    number, unit = line.split()[1:3]
+    scarce = cluster_file(tmp_path / "scarce.yaml", memory_gb=0.4 * float(number) * {"GB": 1, "MB": 1e-3}[unit])
+    found = []
+    for words in ((), ("--offload", "none")):
+        said = said_by_doctor(tmp_path, scarce, "512", *words)
+        assert "Data parallelism of hf_helix alone does not work: needs " in said.text
+        assert (
+            HelixConfig.from_file(said.file).ranks_per_batch == load_config_from_file(str(said.file)).num_processes == 2
+        )
+        rows = re.findall(r"^((?:\w\w \d(?: x )?)+) .*? ([\d,]+) +\d+% (.*)$", said.text, re.MULTILINE)
+        found.append({name: ("offload optimizer" in how, int(rate.replace(",", ""))) for name, rate, how in rows})
+    usual, without = found
     assert without.keys() <= usual.keys()
-    assert any(on_host for on_host, _ in usual.values())
     assert not any(on_host for on_host, _ in without.values())
-    for name, (on_host, rate) in usual.items():
-        assert rate > without[name][1] if on_host and name in without else rate >= without.get(name, (False, 0))[1]
+    assert any(on_host for on_host, _ in usual.values())
+    assert all(rate >= without.get(name, (False, 0))[1] for name, (_, rate) in usual.items())
 
 
 def test_another_row_than_the_best_is_shown_and_written(one_process: None, capsys: Any, tmp_path: Path):
@@ -216,19 +197,15 @@ def test_a_model_that_no_layout_holds_is_refused_with_all_reasons(capsys: Any, t
     ("words", "message"),
     [
         (["--batch_tokens", "much"], "--batch_tokens much: give a number of tokens, such as 512k or 4M"),
-        (["--batch_tokens", "inf"], "--batch_tokens inf: give a number"),
         (["--batch_tokens", "0"], "--batch_tokens 0: give a number"),
         (["--top", "0"], "--top 0: give 1 or more"),
         (["--sequence_length", "0"], "--sequence_length 0: give 1 or more"),
-        (["--imbalance", "0.5"], "--imbalance 0.5: give 1 or more, such as 1.3"),
         (["--imbalance", "nan"], "--imbalance nan: give 1 or more"),
         (["--expert_capacity_factor", "0.5"], "--expert_capacity_factor 0.5: give 1 or more, such as 1.25"),
         (["--expert_capacity_factor", "2", "--imbalance", "1.5"], "--imbalance 1.5: with --expert_capacity_factor"),
         (["--expert_capacity_factor", "2"], "--expert_capacity_factor 2: LlamaForCausalLM has no experts; leave it"),
         (["--network", "fast"], "--network fast: give a factor, such as x2, or a node's speed, such as 10gbit"),
-        (["--network", "nan"], "--network nan: give a factor above 0"),
         (["--network", "x2"], "--network x2: one node has no network"),
-        (["--gpus", "0"], "--gpus 0: give 1 or more"),
         (["--gpus", "2x"], "--gpus 2x: give 1 or more devices, such as 16, or nodes x devices, such as 2x4"),
         (["--gpus", "3"], "--gpus 3: nodes have 2 devices each; give a multiple, such as 4"),
         (["--gpus", "4"], "--gpus 4: two CPUs has no `network`, which more than 2 devices need"),
@@ -262,15 +239,6 @@ def test_simulate_shows_all_plans(small: Path, capsys: Any, monkeypatch: Any):
     assert float(rows["greedy"].split()[-1].removesuffix("x")) > 1.0
 
 
-def test_simulate_writes_a_page(small: Path, capsys: Any, tmp_path: Path):
-    pytest.importorskip("bokeh")
-    page = tmp_path / "page.html"
-    main(words_of("simulate", small, "--microbatches", 2, "--shard_parameters", "--html", page))
-    assert capsys.readouterr().out.splitlines()[-1] == f"a page of it: {page}"
-    assert "dp 2, plan " in page.read_text()
-    assert re.search(r"F\d\.\S+weights", page.read_text())
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -298,9 +266,15 @@ def test_more_devices_and_a_faster_network(capsys: Any, tmp_path: Path):
     assert kept.network.devices == 4, "the devices of a node share its link"
 
 
-def test_spread_weights_are_simulated(small: Path, capsys: Any):
-    main(words_of("simulate", small, "--microbatches", 2, "--shard_parameters"))
+def test_spread_weights_are_simulated(small: Path, capsys: Any, tmp_path: Path):
+    page = tmp_path / "page.html"
+    html = ["--html", page] if importlib.util.find_spec("bokeh") else []
+    main(words_of("simulate", small, "--microbatches", 2, "--shard_parameters", *html))
     said = capsys.readouterr().out
+    if html:
+        assert said.splitlines()[-1] == f"a page of it: {page}"
+        assert "dp 2, plan " in page.read_text()
+        assert re.search(r"F\d\.\S+weights", page.read_text())
     assert said.startswith("dp 2 on two CPUs: 2 x 1, shard_parameters, 128 tokens a sequence\n")
     assert "all-gathers of weights" in said
     main(words_of("simulate", small, "--microbatches", 2, "--shard_parameters", "--reduce_gradients", "microbatch"))

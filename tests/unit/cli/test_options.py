@@ -37,19 +37,16 @@ def test_a_command_line_makes_a_command_and_a_command_its_line(made: list[Comman
     )
     expected.trace = Path("t.json")
     assert made == [expected, expected]
+    main(["simulate", "--model", "M", "--cluster", "h100x8"])
+    assert made[2:] == [SimulateCommand(model="M", cluster="h100x8")], "what is left out has the default of the field"
     # Options of the configuration are handed to it.
     given = ProfileCommand(model="M", pp_size=2, schedule="folded_1f1b").of_config()
     assert HelixConfig(**given) == HelixConfig(tp_size=2, pp_size=2, schedule="folded_1f1b", recompute="none")
 
 
-def test_what_is_left_out_has_the_default_of_the_field(made: list[Command]) -> None:
-    main(["simulate", "--model", "M", "--cluster", "h100x8"])
-    assert made == [SimulateCommand(model="M", cluster="h100x8")]
-
-
-@pytest.mark.parametrize("name", [each.name for each in fields(HelixConfig)])
-def test_every_option_of_the_configuration_has_words_and_a_default(name: str) -> None:
-    option: Any = config_option(name)
-    assert len(option.metadata["help"].split()) > 2
-    assert not option.metadata["help"].endswith((".", ":", ";"))
-    assert option.default == getattr(HelixConfig(), name)
+def test_every_option_of_the_configuration_has_words_and_a_default() -> None:
+    for name in [each.name for each in fields(HelixConfig)]:
+        option: Any = config_option(name)
+        assert len(option.metadata["help"].split()) > 2, name
+        assert not option.metadata["help"].endswith((".", ":", ";")), name
+        assert option.default == getattr(HelixConfig(), name), name

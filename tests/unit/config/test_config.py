@@ -6,6 +6,7 @@ import copy
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -19,7 +20,6 @@ from hf_helix.integrations.accelerate.launcher import (
     launcher_config_file,
     resolve_config,
 )
-from hf_helix.planning.schedule.named import PLACEMENT_OF
 from hf_helix.planning.schedule.placement import FOLD, LINEAR, split_layers, stage_ranks
 from hf_helix.runtime.distributed.mesh import check_world
 
@@ -42,30 +42,20 @@ def write(path: Path, text: str) -> Path:
 
 
 def test_what_follows_from_options() -> None:
-    assert HelixConfig(tp_size=3).ranks_per_batch == 3
-    assert HelixConfig(tp_size=3, pp_size=2).ranks_per_batch == 6
-    assert HelixConfig(cp_size=2).ranks_per_batch == 2
-    assert HelixConfig(ep_size=2).ranks_per_batch == 1
+    ranks = [({"tp_size": 3, "pp_size": 2}, 6), ({"cp_size": 2}, 2), ({"ep_size": 2}, 1)]
+    assert [HelixConfig(**sizes).ranks_per_batch for sizes, _ in ranks] == [count for _, count in ranks]
     assert HelixConfig(ep_size=2).communicates
     assert not HelixConfig().communicates
-    assert HelixConfig().zero_stage == 0
-    assert HelixConfig(shard_optimizer=True, ep_size=2).zero_stage == 1
-    assert HelixConfig(shard_parameters=True).zero_stage == 3
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
+    zero = [{}, {"shard_optimizer": True, "ep_size": 2}, {"shard_parameters": True}]
+    assert [HelixConfig(**options).zero_stage for options in zero] == [0, 1, 3]
+    for name, values in (
         ("plan", PLANS),
         ("schedule", SCHEDULES),
         ("recompute", (None, *RECOMPUTE)),
         ("expert_capacity_factor", (1, 1.25, 8.0)),
         ("tuning_share", (0, 0.5, 1)),
-    ],
-)
-def test_values_that_are_taken(name: str, values: tuple[object, ...]) -> None:
-    assert {"intra_batch", "dhelix"} < set(PLANS)
-    assert tuple(getattr(HelixConfig(**{name: value}), name) for value in values) == values
+    ):
+        assert tuple(getattr(HelixConfig(**{name: value}), name) for value in values) == values
 
 
 @pytest.mark.parametrize("name", ["plan", "schedule", "profile"])
@@ -104,12 +94,7 @@ REFUSED: list[tuple[str, tuple[object, ...], type[Exception], str]] = [
     ("expert_capacity_factor", ("1.25", True, [1.0]), TypeError, r" must be a number, such as 1\.25, or None"),
     ("cp_method", ("rings",), ValueError, r"='rings' is unknown; use one of ring, all_gather \(did you mean 'ring"),
     ("cp_recurrence", ("state",), ValueError, r"='state' is unknown; use one of heads, states \(did you mean 'states"),
-    (
-        "offload",
-        ("optimiser",),
-        ValueError,
-        r"='optimiser' is unknown; use one of optimizer, parameters \(did you mean",
-    ),
+    ("offload", ("optimiser",), ValueError, r"='optimiser' is unknown; use one of optimizer, parameters \(did you"),
     ("reduce_gradients", ("windows",), ValueError, r"='windows' is unknown; use one of auto, window, .*mean 'window'"),
     ("reduce_gradients", ("microbatch",), ValueError, r"='microbatch' without shard_parameters=True: .* add shard_p"),
     ("offload", (True,), TypeError, r" must be a string, such as offload='optimizer', or None; got True"),
@@ -119,48 +104,24 @@ REFUSED: list[tuple[str, tuple[object, ...], type[Exception], str]] = [
     ("tuning_share", ("5%", True), TypeError, r".* a number from 0 to 1, such as 0\.05"),
     ("recompute", ("ful", True, "", 1), ValueError, r"=.* is unknown; use one of none, selective, full"),
     ("plan", ("gredy",), ValueError, r"='gredy' is neither a rule nor an existing file; .*did you mean 'greedy'"),
-    (
-        "plan",
-        ("xyz.json",),
-        ValueError,
-        r".*rules: auto, search, greedy, dhelix, round_robin, intra_batch, sequential$",
-    ),
+    ("plan", ("xyz.json",), ValueError, r".*rules: auto, search, greedy, dhelix, round_robin, intra_batch, sequent"),
     ("schedule", ("v",), ValueError, r"='v' is neither .*; schedules: auto, folded_1f1b, dualpipe_v, 1f1b$"),
     ("schedule", ("dualpipev",), ValueError, r".*did you mean 'dualpipe_v'"),
-    (
-        "profile",
-        (True, 5, "absent.json", "", ["profile.json"]),
-        ValueError,
-        r"=.*hf-helix profile.*, or use profile=None",
-    ),
-    (
-        "layers_per_stage",
-        (2, "2,2", [2, "2"], [True], {2}),
-        TypeError,
-        r"^layers_per_stage must be a list of whole or half numbers, such as .*; got ",
-    ),
-    # Ablations are for benchmarks: `hf_helix.planning.graph.ablation`.
-    ("without", (("wgrad",),), TypeError, "HelixConfig: unknown option 'without'"),
+    ("profile", (True, 5, "absent.json", ""), ValueError, r"=.*hf-helix profile.*, or use profile=None"),
+    ("layers_per_stage", (2, "2,2", [2, "2"], [True]), TypeError, "^layers_per_stage must be a list of .*; got "),
     ("tp", (2,), TypeError, r"HelixConfig: unknown option 'tp' \(did you mean 'tp_size'\?\)"),
     ("tp_sise", (2,), TypeError, r"HelixConfig: unknown option 'tp_sise' \(did you mean 'tp_size'\?\)"),
-    ("plans", ("auto",), TypeError, r"HelixConfig: unknown option 'plans' \(did you mean 'plan'\?\)"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_what_the_host_holds_goes_with_few_options_less() -> None:
+    for options, words in (
         ({"offload": "parameters", "shard_optimizer": True}, "use shard_parameters=True, or shard_optimizer=False"),
         ({"offload": "parameters", "cuda_graphs": True}, "use cuda_graphs=False"),
-        (
-            {"recompute": "offload", "cuda_graphs": True},
-            "^recompute='offload' with cuda_graphs=True: .*; use cuda",
-        ),
-    ],
-)
-def test_what_the_host_holds_goes_with_few_options_less(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        HelixConfig(**options)
+        ({"recompute": "offload", "cuda_graphs": True}, "^recompute='offload' with cuda_graphs=True: .*; use cuda"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            HelixConfig(**options)
 
 
 @pytest.mark.parametrize(("name", "values", "error", "words"), REFUSED)
@@ -200,7 +161,6 @@ BLOCK = {"tp_size": 2, "plan": "greedy"}
         ('{"tp_size": 2, "plan": "greedy"}', BLOCK),
         ("mixed_precision: 'no'\nparallelism_config:\n  helix:\n    tp_size: 2\n    plan: greedy\n", BLOCK),
         ("inter_node_axes: [tp, cp]\ncache: no\n", {"inter_node_axes": ("tp", "cp"), "cache": False}),
-        ("cache: false\ninter_node_axes:\n  - tp\n  - cp\n", {"inter_node_axes": ("tp", "cp"), "cache": False}),
         (
             "pp_size: 2\nschedule: dualpipe_v\nlayers_per_stage: [2, 1, 1, 2]\nshard_optimizer: true\n",
             {"pp_size": 2, "schedule": "dualpipe_v", "layers_per_stage": (2, 1, 1, 2), "shard_optimizer": True},
@@ -215,17 +175,14 @@ def test_files(text: str, expected: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error", "words"),
     [
-        ("tp_sise: 2", ValueError, r"unknown option 'tp_sise' \(did you mean 'tp_size'\?\)"),
         ("parallelism_config: {helix: {tp_sise: 2}}", ValueError, "unknown option 'tp_sise'"),
         ("parallelism_config: {helix: 2}", TypeError, "expected options such as"),
         ("parallelism_config: {tp_size: 2}", ValueError, "unknown option 'parallelism_config'"),
         ("parallelism_config:\n  helix:\n", TypeError, "expected options such as 'tp_size: 2', got None"),
         ("tp_size: 4\nparallelism_config: {helix: {tp_size: 2}}", ValueError, "tp_size stands beside the helix block"),
         ("tp_size: yes", TypeError, "tp_size must be a whole number"),
-        ("", TypeError, "expected options such as"),
         ("- tp_size", TypeError, "expected options such as"),
         ("tp_size: [2", ValueError, "is not valid YAML"),
-        ("inter_node_axes: [yes]", ValueError, "inter_node_axes=True is no axis"),
         ("profile: absent.json", ValueError, "profile='absent.json' is not an existing file"),
     ],
 )
@@ -256,13 +213,6 @@ def launched(given_nowhere: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     return path
 
 
-def test_an_option_beside_the_helix_block_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = write(tmp_path / "options.yaml", "tp_size: 4\nparallelism_config: {helix: {tp_size: 2}}")
-    monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(file))
-    with pytest.raises(ValueError, match="tp_size stands beside the helix block"):
-        resolve_config(None, None)
-
-
 def test_argument_before_plugin_before_environment_before_launcher(
     launched: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -276,9 +226,7 @@ def test_argument_before_plugin_before_environment_before_launcher(
     monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(tmp_path / "absent.yaml"))
     with pytest.raises(ValueError, match=r"absent\.yaml"):  # and does not fall through to a lower place
         resolve_config(None, None)
-
-
-def test_a_wrong_block_of_the_launcher_names_its_file(launched: Path) -> None:
+    monkeypatch.setenv(CONFIG_FILE_VARIABLE, "")
     launched.write_text("parallelism_config: {helix: {tp: 2}}")
     with pytest.raises(ValueError, match=r"launch\.yaml: unknown option 'tp'"):
         resolve_config(None, None)
@@ -298,6 +246,7 @@ def test_given_nowhere_shows_every_way(text: str, launched: Path, monkeypatch: p
         "accelerate launch --config_file",
     )
     assert [way for way in ways if way not in str(error.value)] == []
+    assert "helix_config=HelixConfig(tp_size=2)" in str(error.value).splitlines()[0]
     assert not text or "launch.yaml has parallelism_config without" in str(error.value)
 
 
@@ -315,21 +264,17 @@ def test_only_a_config_is_a_config(wrong: Any) -> None:
     ("command", "file"),
     [
         ("accelerate launch --config_file X.yaml s.py", "X.yaml"),
-        ("accelerate launch --config_file=X.yaml s.py", "X.yaml"),
         ("accelerate launch --config-file X.yaml s.py", "X.yaml"),
         ("accelerate launch --num_processes 2 --config_file X.yaml s.py --lr 1", "X.yaml"),
         ("accelerate-launch --config_file X.yaml s.py", "X.yaml"),
-        ("python -m accelerate.commands.launch --config_file X.yaml s.py", "X.yaml"),
         ("python -u -m accelerate.commands.launch --config_file X.yaml s.py", "X.yaml"),
         ("/usr/bin/python3 /venv/bin/accelerate launch --config_file X.yaml s.py", "X.yaml"),
         ("/usr/bin/python3 /venv/bin/accelerate-launch --config_file=X.yaml s.py", "X.yaml"),
         ("/usr/bin/python3 /site-packages/accelerate/commands/launch.py --config_file X.yaml s.py", "X.yaml"),
         ("", None),
         ("python script.py --config_file X.yaml", None),
-        ("python launch.py --config_file X.yaml", None),
         ("torchrun --nproc_per_node 2 script.py --config_file X.yaml", None),
         ("python script.py --backend accelerate --config_file X.yaml", None),
-        ("python train/accelerate_it.py --config_file X.yaml", None),
         ("accelerate launch s.py", None),
         ("accelerate launch --config_file", None),
         ("accelerate launch --deepspeed_config_file X.yaml s.py", None),
@@ -338,26 +283,6 @@ def test_only_a_config_is_a_config(wrong: Any) -> None:
 )
 def test_only_the_launchers_own_option_counts(command: str, file: str | None) -> None:
     assert config_file_of(command.split()) == file
-
-
-class FakeProcess:
-    """A process tree: this process, its parent and so on, each a command line or None for one that may not be read."""
-
-    tree: tuple[str | None, ...] = ()
-
-    def __init__(self, command: str | None = "") -> None:
-        self.command = command
-
-    def parents(self) -> list[FakeProcess]:
-        return [FakeProcess(command) for command in self.tree]
-
-    def cmdline(self) -> list[str]:
-        if self.command is None:
-            raise psutil.AccessDenied
-        return self.command.split()
-
-    def cwd(self) -> str:
-        return "/work"
 
 
 @pytest.mark.parametrize(
@@ -372,19 +297,24 @@ class FakeProcess:
 def test_the_launcher_is_looked_for_among_the_parents(
     monkeypatch: pytest.MonkeyPatch, tree: tuple[str | None, ...], path: str | None
 ) -> None:
-    monkeypatch.setattr(FakeProcess, "tree", tree)
-    monkeypatch.setattr("psutil.Process", FakeProcess)
+    """This process, its parent and so on, each a command line or None for one that may not be read."""
+
+    def process_of(command: str | None) -> Any:
+        given = {"side_effect": psutil.AccessDenied} if command is None else {"return_value": command.split()}
+        return mock.Mock(cmdline=mock.Mock(**given), cwd=lambda: "/work")
+
+    this = mock.Mock(parents=lambda: list(map(process_of, tree)))
+    monkeypatch.setattr("psutil.Process", lambda: this)
     assert launcher_config_file() == (path and Path(path))
 
 
 # -- pipelines -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", PLACEMENT_OF)
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_the_split_that_an_error_suggests_is_taken(schedule: str, num_ranks: int) -> None:
-    ranks = stage_ranks(PLACEMENT_OF[schedule], num_ranks)
-    assert len(ranks) == num_ranks * {FOLD: 2, LINEAR: 1}[PLACEMENT_OF[schedule]]
+@pytest.mark.parametrize("placement", [FOLD, LINEAR])
+def test_the_split_that_an_error_suggests_is_taken(placement: str) -> None:
+    num_ranks = 3
+    ranks = stage_ranks(placement, num_ranks)
     with pytest.raises(ValueError, match="such as layers_per_stage=") as caught:
         split_layers(13, ranks, head_cost=1.5, layers_per_stage=[13])
     suggested = yaml.safe_load(str(caught.value).rpartition("layers_per_stage=")[2])

@@ -36,6 +36,7 @@ def test_nothing_is_set_once_cuda_has_started(started: None) -> None:
 
 
 def test_kernels_are_loaded_at_start_for_pipelines_only() -> None:
+    assert check_environment(pp_size=2) == [], "nothing is said without CUDA"
     HelixPlugin(tp_size=2)
     assert LOADING not in os.environ
     HelixPlugin(pp_size=2)
@@ -62,17 +63,9 @@ def test_what_came_too_late_is_said(started: None, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(CONNECTIONS, "32")
     monkeypatch.setenv(LOADING, "EAGER")
     assert check_environment(pp_size=2) == []
-
-
-def test_a_limit_of_the_user_is_said(started: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CONNECTIONS, "32")
     monkeypatch.setenv("NCCL_MAX_CTAS", "8")
-    (note,) = check_environment(pp_size=1)
+    (note,) = check_environment(pp_size=2)
     assert note.startswith("NCCL_MAX_CTAS=8 limits the kernels of every NCCL group")
-
-
-def test_nothing_is_said_without_cuda() -> None:
-    assert check_environment(pp_size=2) == []
 
 
 def test_launches_that_wait_are_refused_for_pipelines_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

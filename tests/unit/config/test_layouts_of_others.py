@@ -58,14 +58,12 @@ def sharded(**options: Any) -> HelixConfig:
         (distributed(tp_size=8), HelixConfig(tp_size=8)),
         (distributed(tp_size=4, pp_size=2), HelixConfig(tp_size=4, pp_size=2)),
         (distributed(fsdp_size=8), sharded()),
-        (distributed(fsdp_size=4, dp_replicate_size=2), sharded(dp_replicate_size=2)),
         (distributed(tp_size=2, fsdp_size=2, dp_replicate_size=2), sharded(tp_size=2, dp_replicate_size=2)),
         (distributed(tp_size=2, fsdp_size=4, ep_size=4), sharded(tp_size=2, ep_size=2)),
         (distributed(dp_replicate_size=8), HelixConfig()),
         (distributed(tp_size=8, tp_plan="auto", enable_sequence_parallel=True), HelixConfig(tp_size=8)),
         (parallelism(dp_replicate_size=2, dp_shard_size=4), sharded(dp_replicate_size=2)),
         (parallelism(tp_size=2, cp_size=2, dp_shard_size=2), sharded(tp_size=2, cp_size=2)),
-        (parallelism(dp_replicate_size=8), HelixConfig()),
         (parallelism(), HelixConfig()),
     ],
     ids=str,
@@ -85,28 +83,24 @@ def test_a_config_adds_what_the_others_cannot_say() -> None:
     assert resolve_config(same, ParallelismConfig(tp_size=2, dp_shard_size=4)) == same
 
 
-def test_the_file_of_accelerate_config(launched: Path) -> None:
+def test_files_of_accelerate_config_and_of_the_environment(
+    launched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layout of one stays beside the options of the other."""
     launched.write_text(
         "parallelism_config: {parallelism_config_tp_size: 2, parallelism_config_dp_shard_size: 4, "
         "parallelism_config_cp_backend: torch, helix: {plan: search}}"
     )
     assert resolve_config(None, None) == sharded(tp_size=2, plan="search")
     assert resolve_config(HelixConfig(plan="greedy"), None) == sharded(tp_size=2, plan="greedy")
-
-
-def test_options_of_the_environment_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "helix.yaml").write_text("plan: search")
-    monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(tmp_path / "helix.yaml"))
-    assert resolve_config(DistributedConfig(tp_size=8), None) == HelixConfig(tp_size=8, plan="search")
-
-
-def test_the_layout_of_the_launcher_stays_beside_options_of_the_environment(
-    launched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     launched.write_text("parallelism_config: {parallelism_config_tp_size: 8}")
-    (tmp_path / "helix.yaml").write_text("plan: search")
-    monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(tmp_path / "helix.yaml"))
+    monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(own := tmp_path / "own.yaml"))
+    own.write_text("plan: search")
     assert resolve_config(None, None) == HelixConfig(tp_size=8, plan="search")
+    launched.write_text("num_processes: 8")
+    assert resolve_config(DistributedConfig(tp_size=8), None) == HelixConfig(tp_size=8, plan="search")
+    own.write_text("num_processes: 8\nparallelism_config: {parallelism_config_dp_shard_size: 8}")
+    assert resolve_config(None, None) == sharded()
 
 
 WRONG: list[tuple[Any, Any, str]] = [
@@ -131,12 +125,6 @@ def test_contradictions_and_what_cannot_be_honoured_are_errors_by_name(given: An
     made = [each.made() if isinstance(each, Said) else each for each in (given, plugin)]
     with pytest.raises(ValueError, match=re.escape(words)):
         resolve_config(*made)
-
-
-def test_the_file_of_accelerate_config_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own.yaml").write_text("num_processes: 8\nparallelism_config: {parallelism_config_dp_shard_size: 8}")
-    monkeypatch.setenv(CONFIG_FILE_VARIABLE, str(tmp_path / "own.yaml"))
-    assert resolve_config(None, None) == sharded()
 
 
 @pytest.mark.parametrize(

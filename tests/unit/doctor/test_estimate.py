@@ -27,6 +27,7 @@ GB = 10**9
     ("kernel", "device", "expected"),
     [
         (Kernel(MATMUL, 1e12, GB), {}, 0.01),
+        (Kernel(MATMUL, 1e12, GB), {"peak_tflops": {"bf16": 50}}, 0.02),
         (Kernel(MATMUL, 1e12, 100 * GB), {}, 0.1),
         (Kernel(OTHER, 0.0, GB), {}, 0.001),
         (Kernel(OTHER, 0.0, GB), {"memory_efficiency": [[1e3, 0.5]]}, 0.002),
@@ -40,11 +41,6 @@ GB = 10**9
 )
 def test_a_kernel_takes_what_its_operations_or_its_bytes_take(kernel: Kernel, device: dict[str, Any], expected: float):
     assert kernel_seconds(kernel, cluster_with(device=device), "bf16") == pytest.approx(expected)
-
-
-def test_products_take_the_peak_of_their_type():
-    kernel, cluster = Kernel(MATMUL, 1e12, 0), cluster_with()
-    assert kernel_seconds(kernel, cluster, "fp32") == pytest.approx(2 * kernel_seconds(kernel, cluster, "bf16"))
 
 
 LINKS: dict[str, Any] = {
@@ -110,15 +106,12 @@ def test_islands_of_a_node_share_what_joins_them(method: str, ranks: tuple[int, 
     assert taken == pytest.approx(expected)
 
 
-def test_a_part_of_a_node_that_is_one_island_has_its_links():
+def test_one_island_has_its_links_and_efficiency_goes_by_the_bytes_of_a_message():
     cluster = cluster_with(**{**ISLANDS, "devices_per_node": 2, "network": {"gb_per_s": 10}})
     assert ring_of(cluster, (4, 1)) == Ring(4, (1, 2))
     assert transfer_seconds(Transfer("tp", "all_gather", 6 * GB), ring_of(cluster, (2, 1)), cluster) == 6 / 200
-
-
-def test_efficiency_goes_by_the_bytes_of_a_message():
-    efficiency = [[1e9, 0.25], [2e9, 0.5]]
-    cluster = cluster_with(devices_per_node=4, node={"gb_per_s": 100, "efficiency": efficiency})
+    node = {"gb_per_s": 100, "efficiency": [[1e9, 0.25], [2e9, 0.5]]}
+    cluster = cluster_with(devices_per_node=4, node=node)
     taken = transfer_seconds(Transfer("tp", "all_gather", 6 * GB), Ring(4, (1, 4)), cluster)
     assert taken == pytest.approx(6 / 50), "three messages of 2 GB"
 
@@ -152,34 +145,24 @@ def amounts() -> Any:
     return counted(on_meta(), batch=8, tp_size=2)
 
 
-def test_a_profile_covers_every_operator(amounts: Any):
-    profile = estimate_profile(amounts, amounts.layout, case_of(tp=2), cluster_with())
+def test_a_profile_covers_every_operator_and_a_host_of_a_cpu_adds_what_it_takes(amounts: Any):
+    def profile_on(**keys: Any) -> Any:
+        return estimate_profile(amounts, amounts.layout, case_of(tp=2), cluster_with(**keys))
+
+    profile, up, gather = profile_on(), ("layer", "F.mlp.up"), ("layer", "F.mlp.gather")
     kinds = {name: op.kind for name, op in named_operators(amounts.layout)}
     assert profile.times.keys() == kinds.keys()
     assert profile.bytes.keys() == {name for name, kind in kinds.items() if kind.communicates}
-    result = amounts.operators["layer", "F.mlp.gather"]
-    assert profile.times["layer", "F.mlp.gather"] == pytest.approx(result.transfers[0].bytes / 100e9)
+    assert profile.times[gather] == pytest.approx(amounts.operators[gather].transfers[0].bytes / 100e9)
+    ahead, beside = (profile_on(device={"issue_us": 50, "host_runs_ahead": each}) for each in (True, False))
+    assert beside.times[up] == pytest.approx(ahead.times[up] + 50e-6)
+    assert beside.times[gather] == ahead.times[gather]
+    cluster = cluster_with(device={"peak_tflops": {"bf16": 100}})
+    with pytest.raises(ValueError, match=r"no device.peak_tflops for fp32; it has bf16: add fp32 to its file"):
+        estimate_profile(amounts, amounts.layout, case_of(tp=2, dtype="fp32"), cluster)
 
 
-def test_the_host_of_a_cpu_adds_what_it_takes(amounts: Any):
-    ahead, beside = (
-        estimate_profile(amounts, amounts.layout, case_of(tp=2), cluster_with(device=device))
-        for device in ({"issue_us": 50}, {"issue_us": 50, "host_runs_ahead": False})
-    )
-    assert beside.times["layer", "F.mlp.up"] == pytest.approx(ahead.times["layer", "F.mlp.up"] + 50e-6)
-    assert beside.times["layer", "F.mlp.gather"] == ahead.times["layer", "F.mlp.gather"]
-
-
-def test_contention_holds_for_all_operators_of_two_kinds(amounts: Any):
-    contention = {"compute_beside_intra_node": 1.5, "intra_node_beside_compute": 2.0}
-    profile = estimate_profile(amounts, amounts.layout, case_of(tp=2), cluster_with(contention=contention))
-    for name, op in named_operators(amounts.layout):
-        other = ("layer", "F.mlp.gather") if op.kind is Kind.COMPUTE else ("layer", "F.mlp.up")
-        assert profile.slowdown(name, other) == pytest.approx(1.5 if op.kind is Kind.COMPUTE else 2.0)
-    assert not estimate_profile(amounts, amounts.layout, case_of(tp=2), cluster_with()).pairs
-
-
-def test_contention_holds_for_what_an_operator_sends(amounts: Any):
+def test_contention_holds_for_operators_of_two_kinds_and_for_what_they_send(amounts: Any):
     """From half of what a collective of a layer sends to all of it, factors fall to 1, and stay there."""
     (usual,) = {each.bytes for each in amounts.operators["layer", "F.mlp.gather"].transfers}
     contention = {
@@ -194,13 +177,12 @@ def test_contention_holds_for_what_an_operator_sends(amounts: Any):
             assert profile.slowdown(computing, moving) == pytest.approx(3 - 2 * faster, rel=1e-3)
             assert profile.slowdown(moving, computing) == pytest.approx(2 - faster, rel=1e-3)
     assert {profile.bytes[name] == usual for name, kind in kinds.items() if kind is Kind.INTRA_NODE} == {True, False}
+    assert not estimate_profile(amounts, amounts.layout, case_of(tp=2), cluster_with()).pairs
 
 
 def test_ranks_wait_at_each_collective_behind_an_even_part_of_the_computation(amounts: Any):
-    alike, apart = (
-        estimate_profile(amounts, amounts.layout, case_of(tp=2), cluster_with(waiting_us=waiting))
-        for waiting in (0, 250)
-    )
+    clusters = (cluster_with(waiting_us=waiting) for waiting in (0, 250))
+    alike, apart = (estimate_profile(amounts, amounts.layout, case_of(tp=2), each) for each in clusters)
     kinds = {name: op.kind for name, op in named_operators(amounts.layout)}
     for unit in amounts.layout.graphs:
         for letter in "FB":
@@ -210,9 +192,3 @@ def test_ranks_wait_at_each_collective_behind_an_even_part_of_the_computation(am
             for name in names:
                 added = 250e-6 * math.sqrt(computing / len(meetings)) if name in meetings else 0
                 assert apart.times[name] - alike.times[name] == pytest.approx(added)
-
-
-def test_a_type_without_a_rate_is_named_with_those_there_are(amounts: Any):
-    cluster = cluster_with(device={"peak_tflops": {"bf16": 100}})
-    with pytest.raises(ValueError, match=r"no device.peak_tflops for fp32; it has bf16: add fp32 to its file"):
-        estimate_profile(amounts, amounts.layout, case_of(tp=2, dtype="fp32"), cluster)

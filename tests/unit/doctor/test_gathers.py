@@ -43,23 +43,21 @@ def of_llama(bf16: bool = False, **options: Any) -> Amounts:
     return counted(on_meta(**options), bf16=bf16)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize(
-    ("options", "tp"), [({}, 1), ({}, 2), ({"tie_word_embeddings": True}, 1), (PHIMOE, 1)], ids=str
+    ("options", "tp", "bf16"),
+    [({}, 1, False), ({}, 2, True), ({"tie_word_embeddings": True}, 1, True), (PHIMOE, 1, True)],
+    ids=str,
 )
 def test_gathers_and_sums_are_those_of_training(options: dict[str, Any], tp: int, bf16: bool) -> None:
     """The same weights in the same pieces, in the same order; of experts and of what stays in fp32 others."""
     model = on_meta(**options, num_hidden_layers=3)
-    training = layout_of_training(model, bf16, tp_size=tp, shard_optimizer=True)
-    amounts, case = counted(model, bf16=bf16, tp_size=tp), case_of(tp=tp, dp=2, shard_optimizer=True)
-    layout = layout_of(amounts, case)
-    assert [made for made, _ in weight_gathers(amounts, layout, case)] == list(training.gathers)
-    assert [made for made, _ in gradient_sums(amounts, layout, case)] == list(training.reductions)
-    assert len(training.gathers) >= 5 * (1 + bf16) - 2
-    training = layout_of_training(model, bf16, tp_size=tp, offload="optimizer")
-    case = case_of(tp=tp, dp=2, offload="optimizer")
-    assert [made for made, _ in weight_gathers(amounts, layout, case)] == list(training.gathers)
-    assert [made for made, _ in gradient_sums(amounts, layout, case)] == list(training.reductions)
+    amounts = counted(model, bf16=bf16, tp_size=tp)
+    for how in ({"shard_optimizer": True}, {"offload": "optimizer"}):
+        training, case = layout_of_training(model, bf16, tp_size=tp, **how), case_of(tp=tp, dp=2, **how)
+        layout = layout_of(amounts, case)
+        assert [made for made, _ in weight_gathers(amounts, layout, case)] == list(training.gathers)
+        assert [made for made, _ in gradient_sums(amounts, layout, case)] == list(training.reductions)
+        assert len(training.gathers) >= 5 * (1 + bf16) - 2 or "offload" in how
 
 
 @pytest.mark.parametrize("options", [{}, {"shard_parameters": True}, {"tp_size": 2}], ids=str)
@@ -121,20 +119,6 @@ def test_gathers_cast_and_send_parts() -> None:
     amounts = of_llama()
     alone = case_of(shard_optimizer=True)
     assert weight_gathers(amounts, layout_of(amounts, alone), alone) == []
-
-
-def test_all_gathers_but_the_first_hide_beside_a_long_forward_pass() -> None:
-    """On a link that is slow, the first forward pass waits for all of them; on a fast one for the first alone."""
-    amounts, case = of_llama(bf16=True), case_of(4, dp=2, shard_optimizer=True)
-    for speed, least, most in ((1e6, 0.8, 1.0), (1e-3, 0.99, 1.001)):
-        network = replace(CLUSTER.network, bandwidth=speed * CLUSTER.network.bandwidth, latency=0.0)
-        cluster = replace(CLUSTER, network=network, contention={})
-        gathers = weight_gathers(amounts, layout_of(amounts, case), case)
-        seconds = [gather_seconds(kept, case, cluster) for _, kept in gathers]
-        waits = simulate_step(amounts, case, cluster, Fidelity.WHOLE).waits
-        first = sum(gather_seconds(kept, case, cluster) for kept in amounts.kept if kept.units == ("embedding",))
-        bound = first if speed > 1 else sum(seconds)
-        assert least * bound <= waits <= most * max(bound, sum(seconds))
 
 
 @pytest.mark.parametrize(("tied", "gathered"), [(False, False), (False, True), (True, False), (True, True)])

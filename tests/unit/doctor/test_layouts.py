@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.simulated import cluster_with, on_meta
 
-from hf_helix.config import OFFLOADS, HelixConfig
+from hf_helix.config import OFFLOADS
 from hf_helix.doctor import layouts as searching
 from hf_helix.doctor.case import STATES, Case
 from hf_helix.doctor.layouts import ONE_STRAND, Ranking, Search, check_sizes, is_plain, layouts
@@ -141,50 +141,21 @@ def test_what_cannot_be_cut_is_dropped_with_the_reason(ranking: Ranking):
 
 
 @pytest.mark.slow
-def test_memory_is_saved_before_a_layout_is_dropped():
-    paper = paper_of(num_hidden_layers=4, hidden_size=128)
-    free = search(paper)
-    plain = free.plain()
-    assert plain is not None
-    assert (plain.case.recompute, plain.case.shard_optimizer) == ("none", True)
-    kept = plain.memory.total - plain.memory.activations / 2
-
-    def with_room(count: float) -> Ranking:
-        return search(paper, replace(CLUSTER, device=replace(CLUSTER.device, memory=count)))
-
-    scarce = with_room(kept)
-    assert all(step.memory.total <= kept for step in scarce.steps)
-    saved = scarce.plain()
-    assert saved is not None
-    case = saved.case
-    assert case.recompute != "none" or case.shard_parameters or case.batch < plain.case.batch
-    weights = 4 * plain.memory.weights  # each of four ranks steps a part of them
-    cut = with_room(2 * weights)
-    assert cut.plain() is None
-    assert cut.steps, "a cut model needs less"
-    assert reasons(cut)[Sizes(dp=4)].endswith("with all that saves memory")
-    assert reasons(cut)[Sizes(dp=4)].startswith("needs ")
-    none = with_room(1e5)
-    assert not none.steps
-    assert len(none.dropped) == len(list(layouts(CLUSTER)))
-
-
-@pytest.mark.slow
 def test_experts_are_shared_where_they_divide():
     result = search(paper_of("mixtral", num_local_experts=6, num_experts_per_tok=2))
     assert Sizes(dp=4, ep=2) in [step.case.sizes for step in result.steps]
     assert reasons(result)[Sizes(dp=4, ep=4)] == "ep_size x tp_size = 4 does not divide the 6 experts"
-    for case in (step.case for step in result.steps):  # none that a run would refuse
-        HelixConfig(ep_size=case.sizes.ep, shard_optimizer=case.shard_optimizer)
 
 
-def test_sizes_are_checked_before_anything_is_counted():
+def test_sizes_are_checked_before_anything_is_counted_and_tensor_parallelism_leaves_small_nodes_alone():
     check_sizes(Sizes(tp=2, cp=2, pp=2), 8192, 4)
     with pytest.raises(ValueError, match="cp_size=8 leaves less than 2,048 of 8,192 tokens"):
         check_sizes(Sizes(cp=8), 8192, 4)
     check_sizes(Sizes(pp=4), 8192, 4, schedule="1f1b")
     with pytest.raises(ValueError, match="pp_size=4 needs at least 8"):
         check_sizes(Sizes(pp=4), 8192, 4)
+    for nodes, per_node, tp in ((2, 1, {1, 2}), (4, 2, {1, 2, 4, 8}), (16, 1, {1, 2, 4, 8}), (4, 8, {1, 2, 4, 8})):
+        assert {sizes.tp for sizes in layouts(cluster_with(nodes=nodes, devices_per_node=per_node))} == tp
 
 
 def test_the_optimizer_is_whole_where_that_is_faster_and_fits():
@@ -220,31 +191,6 @@ def test_one_strand_is_tried_where_two_need_recomputation():
         assert (step.case.plan, step.case.recompute) == (plan, "none")
 
 
-@pytest.mark.slow
-def test_steps_have_about_the_tokens_that_are_asked_for():
-    """Three sequences for each of four ranks: one at a time, not two or four."""
-    result = search(paper_of(num_hidden_layers=4), sequences=12)
-    plain = result.plain()
-    assert plain is not None
-    assert (plain.case.batch, plain.case.microbatches) == (1, 3)
-    for step in (*result.steps, *(each.step for each in result.rivals)):
-        assert abs(step.case.tokens / LENGTH - 12) <= 1.2
-    uneven = search(paper_of(num_hidden_layers=4), sequences=6)
-    said = "4 data-parallel ranks take 256 tokens at a time; no step comes near 384"
-    assert reasons(uneven)[Sizes(dp=4)] == said
-    assert result.rivals
-    assert not uneven.rivals
-
-
-@pytest.mark.parametrize(
-    ("nodes", "per_node", "expected"),
-    [(2, 1, {1, 2}), (4, 2, {1, 2, 4, 8}), (16, 1, {1, 2, 4, 8}), (4, 8, {1, 2, 4, 8})],
-)
-def test_tensor_parallelism_leaves_small_nodes_alone(nodes: int, per_node: int, expected: set[int]):
-    cluster = cluster_with(nodes=nodes, devices_per_node=per_node)
-    assert {sizes.tp for sizes in layouts(cluster)} == expected
-
-
 def test_a_schedule_that_holds_less_is_named_where_auto_does_not_fit():
     paper, sizes = paper_of(num_hidden_layers=8), Sizes(pp=4)
     kept = Case(sizes, 1, LENGTH, 32, ONE_STRAND, recompute="full")
@@ -260,24 +206,6 @@ def test_a_schedule_that_holds_less_is_named_where_auto_does_not_fit():
     ranking = search_of(sizes, paper, cluster)
     assert not ranking.steps
     assert "with all that saves memory" in reasons(ranking)[sizes]
-
-
-@pytest.mark.slow
-def test_weights_are_spread_where_nothing_else_makes_room():
-    paper, sizes = paper_of(num_hidden_layers=24), Sizes(dp=2)
-
-    def memory(**saving: bool) -> float:
-        case = Case(sizes, 1, LENGTH, 8, recompute="full", **saving)
-        return memory_of_case(paper.amounts(case), case).total
-
-    whole, spread = memory(shard_optimizer=True), memory(shard_parameters=True)
-    assert spread < whole
-    device = replace(CLUSTER.device, memory=(whole + spread) / 2)
-    plain = search_of(sizes, paper, replace(PAIR, device=device)).plain()
-    assert plain is not None
-    assert plain.case.shard_parameters
-    assert not plain.case.shard_optimizer
-    assert plain.memory.total <= device.memory
 
 
 def test_gradients_are_reduced_in_every_micro_batch_where_that_saves_recomputation() -> None:
@@ -307,6 +235,9 @@ def test_states_on_the_host_leave_room_and_take_its_time():
         for case in (Case(sizes, 1, LENGTH, 8), Case(sizes, 1, LENGTH, 8, offload="optimizer"))
     )
     trained = usual.memory.states / STATES
+    whole, small = (memory_of_case(paper.amounts(usual.case), replace(usual.case, state_bytes=n)) for n in (STATES, 2))
+    assert small.states == whole.states / 4 == usual.memory.states / 4
+    assert whole.total - small.total == whole.states - small.states
     assert usual.memory.weights == 4 * trained
     assert (offloaded.memory.states, offloaded.memory.weights) == (0, 0)
     assert offloaded.memory.gradients == usual.memory.gradients
@@ -372,16 +303,6 @@ def test_inputs_of_layers_on_the_host_leave_room():
     busy = simulate_step(paper.amounts(away.case), away.case, slow)
     assert busy.loads[Kind.DOWN] > 0.5 * busy.loads[Kind.COMPUTE]
     assert busy.exposed[Kind.DOWN] < 0.2 * busy.loads[Kind.DOWN], "no barrier waits for copies down"
-
-
-def test_smaller_states_leave_room():
-    paper, sizes = paper_of(num_hidden_layers=4), Sizes(tp=2)
-    usual, small = (
-        memory_of_case(paper.amounts(case), case)
-        for case in (Case(sizes, 1, LENGTH, 8), Case(sizes, 1, LENGTH, 8, state_bytes=2))
-    )
-    assert small.states == usual.states / 4
-    assert usual.total - small.total == usual.states - small.states
 
 
 def test_layers_between_stages_are_cut_where_this_makes_a_pipeline_faster():

@@ -58,49 +58,28 @@ def test_what_is_made_again_is_as_torch_makes_it(name: str, monkeypatch: pytest.
 
 def test_the_type_that_is_made_by_default_is_that_of_now():
     args = meta(3, dtype=torch.int64), meta(3, dtype=torch.int64)
-    before = torch.get_default_dtype()
-    try:
-        for dtype in (torch.float32, torch.float64):
-            torch.set_default_dtype(dtype)
-            assert made_on_meta(aten.div.Tensor, args, {}).dtype is dtype
-    finally:
-        torch.set_default_dtype(before)
-
-
-def test_a_product_that_torch_cannot_run_on_meta_returns_what_it_adds_to():
+    for dtype in (torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        assert made_on_meta(aten.div.Tensor, args, {}).dtype is dtype
+    # A product that torch cannot run on meta returns what it adds to.
     total, left, right = meta(2, 3, 5), meta(2, 3, 4, dtype=torch.bfloat16), meta(2, 4, 5, dtype=torch.bfloat16)
     result = made_on_meta(aten.baddbmm.dtype_out, (total, left, right, torch.float32), {"out": total})
     assert result is total
 
 
 @pytest.mark.parametrize(
-    ("function", "args"),
-    [
-        (aten._unsafe_view.default, lambda: (meta(3, 4), [12])),  # its declaration does not say that it returns a view
-        (aten.t.default, lambda: (meta(3, 4),)),
-        (aten.mul.Tensor, lambda: (meta(3), torch.ones(()))),  # a value that may decide
-    ],
-)
-def test_views_and_what_values_decide_are_never_made_again(function: Any, args: Any):
-    for _ in range(2):
-        arguments = args()
-        with Calls() as calls:
-            result = made_on_meta(function, arguments, {})
-        assert len([name for name in calls.names if name != "empty_strided"]) == 1
-        if arguments[0].dim() == 2:
-            assert result.untyped_storage()._cdata == arguments[0].untyped_storage()._cdata
-
-
-@pytest.mark.parametrize(
     ("function", "args", "runs"),
     [
+        (aten._unsafe_view.default, lambda: (meta(3, 4), [12]), 1),  # its declaration does not say that it is a view
+        (aten.t.default, lambda: (meta(3, 4),), 1),
+        (aten.mul.Tensor, lambda: (meta(3), torch.ones(())), 1),  # a value that may decide
         (aten.add_.Tensor, lambda: (meta(3, 4), meta(3, 4)), 0),
         (aten.addmm_.default, lambda: (meta(3, 5), meta(3, 4), meta(4, 5)), 0),
         (aten.t_.default, lambda: (meta(3, 4),), 1),  # writes to the shape
         (aten.add_.Tensor, lambda: (meta(3), torch.ones(())), 1),
     ],
 )
-def test_what_writes_to_its_first_argument_alone_runs_once(
+def test_views_and_what_values_decide_always_run_and_what_writes_in_place_once(
     function: Any, args: Any, runs: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(meter, "_written", set())
@@ -109,6 +88,10 @@ def test_what_writes_to_its_first_argument_alone_runs_once(
     arguments = args()
     with Calls() as calls:
         result = made_on_meta(function, arguments, {})
-    assert (len(calls.names) > 0) == runs
-    assert result is arguments[0]
+    assert len([name for name in calls.names if name != "empty_strided"]) >= runs
+    assert bool(calls.names) == runs
     assert described(result) == expected
+    if function.name().partition(".")[0].endswith("_"):
+        assert result is arguments[0]
+    elif arguments[0].dim() == 2:
+        assert result.untyped_storage()._cdata == arguments[0].untyped_storage()._cdata

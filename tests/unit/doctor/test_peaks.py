@@ -9,19 +9,17 @@ import pytest
 from support.simulated import case_of, counted, on_meta
 
 from hf_helix.doctor.amounts.amounts import Amounts
-from hf_helix.doctor.memory import Peak, memory_of_program, peaks_of_schedules
+from hf_helix.doctor.memory import Peak, held_until_over, held_until_waited, memory_of_program, peaks_of_schedules
 from hf_helix.doctor.reductions import gradient_sums
 from hf_helix.doctor.step import layout_of
-from hf_helix.planning.graph.operator import Part
+from hf_helix.planning.graph.operator import Kind, Operator
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.profile import rough_profile
-from hf_helix.planning.window.instructions import Instruction
-from hf_helix.planning.window.layout import Key
+from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, Instruction
 from hf_helix.planning.window.program import build_programs
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "tp2": {"tp_size": 2},
     "tp2 full": {"tp_size": 2, "recompute": "full"},
     "cp2 bf16": {"cp_size": 2, "bf16": True},
     "sharded": {"shard_parameters": True, "dp_size": 2},
@@ -86,46 +84,70 @@ def test_full_gradients_of_a_single_microbatch_go_as_they_come() -> None:
     assert found[2][1] == whole <= found[2][0] <= whole + max(made.bytes for made in layout.reductions)
 
 
-@pytest.mark.parametrize("rule", ["sequential", "greedy"])
-def test_full_gradients_go_as_they_come_where_every_micro_batch_is_reduced(rule: str) -> None:
+def test_full_gradients_go_as_they_come_where_every_micro_batch_is_reduced() -> None:
     """As of a single micro-batch, however many there are."""
     amounts = counted(on_meta(num_hidden_layers=12), **OPTIONS["sharded"])
     case = case_of(dp=2, shard_parameters=True, reduce_gradients="microbatch")
     layout = layout_of(amounts, case)
     layout = replace(layout, reductions=[made for made, _ in gradient_sums(amounts, layout, case)])
-    plan = make_plan(rule, rough_profile(layout), model="m", mesh={"tp_size": 1})
-    whole, found = sum(made.bytes for made in layout.reductions), {}
-    for count in (1, 4, 12):
-        schedule = Scheduler("auto", 1)(count)
-        (program,) = build_programs(schedule, layout, plan)
-        (expected,) = peaks_of_schedules(amounts, layout, [schedule], rule != "sequential", often=True)
-        memory = list(memory_of_program(amounts, layout, program))
-        found[count] = most = max(peak.gradients for peak in memory)
-        assert min(peak.gradients for peak in memory) >= 0
-        assert expected.gradients < whole / 2
-        assert most == expected.gradients if rule == "sequential" else most < whole / 2
-    assert found[4] == found[12]
+    whole = sum(made.bytes for made in layout.reductions)
+    for rule in ("sequential", "greedy"):
+        plan, found = make_plan(rule, rough_profile(layout), model="m", mesh={"tp_size": 1}), {}
+        for count in (1, 4, 12):
+            schedule = Scheduler("auto", 1)(count)
+            (program,) = build_programs(schedule, layout, plan)
+            (expected,) = peaks_of_schedules(amounts, layout, [schedule], rule != "sequential", often=True)
+            memory = list(memory_of_program(amounts, layout, program))
+            found[count] = most = max(peak.gradients for peak in memory)
+            assert min(peak.gradients for peak in memory) >= 0
+            assert expected.gradients < whole / 2
+            assert most == expected.gradients if rule == "sequential" else most < whole / 2
+        assert found[4] == found[12]
 
 
-def test_what_weight_gradients_read_is_kept_until_they_run(amounts: Amounts) -> None:
-    """The same instructions with every weight gradient behind all others of its micro-batch."""
-    program = program_of(amounts, 1, "sequential")
-    waiting = [made for made in program if made.operator is not None and made.operator.part is Part.W]
-    others = [made for made in program if made not in waiting]
-    layout = layout_of(amounts, case_of())
-    usual, late = (
-        max(peak.activations for peak in memory_of_program(amounts, layout, each))
-        for each in (program, freed(others + waiting))
-    )
-    assert late > usual
+# -- until when collectives hold what they work with --------------------------------------------------
 
 
-def freed(program: list[Instruction]) -> list[Instruction]:
-    """The program with each value freed behind its last reader."""
-    result: list[Instruction] = []
-    known: set[Key] = set()
-    for made in (each for each in reversed(program) if each.operator is not None):
-        frees = tuple(key for key in dict.fromkeys((*made.writes, *made.needs)) if key not in known)
-        known.update(frees)
-        result.append(replace(made, frees=frees))
-    return result[::-1]
+def an(
+    name: str,
+    reads: str = "",
+    writes: str = "",
+    frees: str = "",
+    microbatch: int = 0,
+    ends: bool = False,
+    ahead: int = 0,
+) -> Instruction:
+    """An operator of one unit; what is called "gather..." is a collective. Values are single letters."""
+    kind = Kind.INTRA_NODE if name.startswith("gather") else Kind.COMPUTE
+    op = Operator(name=name, kind=kind, reads=tuple(reads), writes=tuple(writes), ahead=ahead)
+    keys = [tuple((0, value) for value in values) for values in (reads, writes, frees)]
+    return Instruction(microbatch, 0, op, reads=keys[0], writes=keys[1], frees=keys[2], ends=ends)
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ([an("gather", "a", "b"), an("other", "c"), an("up", "b")], {0: 2}),
+        ([an("gather", "a", "b"), an("other", "c"), BARRIER_INSTRUCTION, an("up", "b")], {0: 2}),
+        ([an("gather", "", "b", ahead=1), BARRIER_INSTRUCTION, an("up", "b")], {0: 2}),
+        ([an("gather", "a", "b"), an("other", "c", ends=True), an("up", "b", microbatch=1)], {0: 2}),
+        # The second comes after the first, whose event it knows until it is waited for itself.
+        (
+            [an("gather1", "a", "b"), an("gather2", "b", "c", "b"), an("other", "d"), an("up", "c")],
+            {0: 3, 1: 3},
+        ),
+        ([an("gather1", "a", "b"), an("gather2", "b", "c"), an("up", "b"), an("down", "c")], {0: 2, 1: 3}),
+        # Nothing waits for a value that nothing reads: its event is gone with it.
+        ([an("gather", "a", "b"), an("other", "c", frees="b"), an("up", "c")], {0: 2}),
+        ([an("gather", "a", "b"), an("up", "b", microbatch=1), an("up", "b")], {0: 2}),
+    ],
+)
+def test_a_gpu_holds_until_computation_is_told_to_wait(program: list[Instruction], expected: dict[int, int]):
+    assert held_until_waited(program) == expected
+
+
+def test_a_cpu_holds_until_the_collective_is_over():
+    program = [an("gather1", "a", "b"), an("first", "c"), an("gather2", "d", "e"), an("second", "c")]
+    program += [an("third", "b"), an("gather3", "f", "g")]
+    starts, ends = [0.0, 0.0, 1.0, 1.0, 3.0, 4.0], [2.0, 1.0, 3.0, 3.0, 4.0, 5.0]
+    assert held_until_over(program, starts, ends) == {0: 4, 2: 4, 5: 6}

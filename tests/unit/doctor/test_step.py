@@ -1,6 +1,5 @@
 """Steps on paper: the quick prediction of a window against every operator of it, and what follows from a step."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -60,24 +59,15 @@ def step_of(
 MICROBATCHES = {1: 8, 2: 14, 4: 12}
 """By ranks of a pipeline; up to two, more than the quick prediction looks at."""
 
-QUICK = ("tp2 dp2", "pp4", "tp2 dp2 sharded")
-"""The layouts that are quick cases with one strand; with two, also those that have a pipeline and more."""
 
-
-FASTER = (("pp4", "sequential"), ("tp2 dp2 sharded", "greedy"))
-"""The quick cases over faster links."""
-
-
-def is_slow(name: str, plan: str) -> bool:
-    return plan == "dhelix" or not (name in QUICK or (plan == "greedy" and name in ("tp2 pp2", "pp2 dp2 sharded")))
-
-
-def cases(*plans: str, when: Callable[[str, str], bool] = is_slow) -> list[Any]:
-    """Every layout under every plan."""
-    return [slow(name, plan, when=when(name, plan)) for plan in plans for name in SIZES]
-
-
-@pytest.mark.parametrize(("name", "plan"), cases("sequential", "greedy", "dhelix"))
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        *((name, "sequential") for name in ("tp2 dp2", "pp4", "tp2 dp2 sharded")),
+        *((name, "greedy") for name in ("tp2 dp2", "tp2 pp2", "pp2 dp2 sharded")),
+        *(slow(name, "dhelix") for name in ("cp2 dp2", "pp2 dp2", "dp4 sharded")),
+    ],
+)
 def test_the_quick_window_is_near_the_whole_one(name: str, plan: str, paper: SimulatedModel):
     case = {**SIZES[name], "plan": plan, "schedule": "folded_1f1b"}
     case["microbatches"] = MICROBATCHES[case.get("pp", 1)]
@@ -104,45 +94,15 @@ def test_memory_does_not_depend_on_whether_the_window_is_drawn(runs_ahead: bool,
     assert drawn.memory == predicted.memory
 
 
-def test_tiles_are_slowed_down_where_gradients_are_summed_too(paper: SimulatedModel):
-    """Tiles have other names than the operators that contention is known of; sums of gradients have the same."""
-
-    def seconds(factor: float) -> float:
-        rules = dict.fromkeys(("compute_beside_intra_node", "compute_beside_inter_node"), factor)
-        cluster = cluster_with(2, 2, node={"gb_per_s": 10}, contention=rules)
-        return step_of(paper, True, cluster, tp=2, dp=2, plan="intra_batch").seconds
-
-    assert seconds(2) > seconds(1)
-
-
-@pytest.mark.parametrize("plan", [slow("sequential"), "greedy"])
-@pytest.mark.parametrize("name", [slow("tp2 pp2"), "pp4"])
-def test_a_schedule_that_is_searched_takes_and_keeps_about_what_usual_ones_do(
-    name: str, plan: str, paper: SimulatedModel
-):
-    count = MICROBATCHES[SIZES[name]["pp"]]
-    quick, whole = (
-        step_of(paper, whole, quick=not whole, **SIZES[name], plan=plan, microbatches=count) for whole in (False, True)
-    )
+def test_a_schedule_that_is_searched_takes_and_keeps_about_what_usual_ones_do(paper: SimulatedModel):
+    quick, whole = (step_of(paper, whole, quick=not whole, pp=4, microbatches=12) for whole in (False, True))
     assert quick.window == pytest.approx(whole.window, rel=0.08), "a search gains up to 6 % here"
-    # One strand alone leaves gaps, into which the search puts weight gradients that wait: what they need is kept.
-    least = 0.85 if plan == "sequential" else 0.94
-    assert least <= quick.memory.activations / whole.memory.activations <= 1.25
+    assert 0.94 <= quick.memory.activations / whole.memory.activations <= 1.25
 
 
-@pytest.mark.parametrize(("name", "count"), [("tp2 dp2", 20), slow("pp4", 32)])
-def test_a_long_window_is_a_short_one_with_more_of_the_same(name: str, count: int, paper: SimulatedModel):
-    long, whole = (step_of(paper, each, **SIZES[name], microbatches=count) for each in (False, True))
+def test_a_long_window_is_a_short_one_with_more_of_the_same(paper: SimulatedModel):
+    long, whole = (step_of(paper, each, tp=2, dp=2, microbatches=20) for each in (False, True))
     assert long.window == pytest.approx(whole.window, rel=0.05)
-
-
-@pytest.mark.parametrize(("name", "plan"), cases("sequential", "greedy", when=lambda *case: case not in FASTER))
-def test_more_bandwidth_is_never_slower(name: str, plan: str, paper: SimulatedModel):
-    faster = replace(CLUSTER, network=replace(CLUSTER.network, bandwidth=4 * CLUSTER.network.bandwidth))
-    faster = replace(faster, node=replace(faster.node, bandwidth=4 * faster.node.bandwidth))
-    slow, fast = (step_of(paper, cluster=each, plan=plan, **SIZES[name]) for each in (CLUSTER, faster))
-    assert fast.seconds <= slow.seconds * 1.001
-    assert fast.sums <= slow.sums
 
 
 def test_two_strands_hide_what_one_exposes(paper: SimulatedModel):
@@ -195,18 +155,14 @@ def test_recomputation_trades_time_for_memory(paper: SimulatedModel):
     assert steps[0].model_flops == steps[2].model_flops
 
 
-def test_a_host_that_issues_slowly_bounds_the_window(paper: SimulatedModel):
-    slow = replace(CLUSTER, device=replace(CLUSTER.device, issue_seconds=1e-3))
+def test_a_host_that_issues_slowly_bounds_the_window_but_for_a_replay_of_a_cuda_graph(paper: SimulatedModel):
+    slow = replace(CLUSTER, device=replace(CLUSTER.device, issue_seconds=1e-3, replay_seconds=1e-9))
     step, quick = step_of(paper, cluster=slow, tp=2, cuda_graphs="false"), step_of(paper, tp=2)
-    assert step.window > 5 * quick.window
     operators = 8 * 8 * 45  # of forward and backward of a layer, about
     assert step.window == pytest.approx(operators * 1e-3, rel=0.3)
+    assert step.window > 5 * quick.window
     assert step.issuing == step.window - step.casts
-
-
-def test_a_host_issues_a_replay_of_a_cuda_graph_at_once(paper: SimulatedModel):
-    slow = replace(CLUSTER, device=replace(CLUSTER.device, issue_seconds=1e-3, replay_seconds=1e-9))
-    step, quick = step_of(paper, cluster=slow, tp=2), step_of(paper, tp=2)
+    step = step_of(paper, cluster=slow, tp=2)
     assert (step.window, step.issuing, step.replayed) == (quick.window, 1e-9, True)
     assert not step_of(paper, cluster=replace(slow, backend="gloo"), tp=2).replayed
 
@@ -262,10 +218,9 @@ def test_a_sharded_optimizer_steps_parts_and_gathers_weights_once(paper: Simulat
     assert shared.window - shared.casts == pytest.approx(whole.window - whole.casts + shared.waits)
 
 
-@pytest.mark.parametrize("name", ["dp4", *(slow(n) for n in ("tp2 dp2", "pp2 dp2"))])
-def test_gathers_of_the_quick_window_are_near_those_of_the_whole_one(name: str, paper: SimulatedModel):
+def test_gathers_of_the_quick_window_are_near_those_of_the_whole_one(paper: SimulatedModel):
     """They wait for the same, which here is much: the link is slow."""
-    case = {**{"dp4": {"dp": 4}, **SIZES}[name], "microbatches": 4, "schedule": "folded_1f1b"}
+    case = {"dp": 4, "microbatches": 4, "schedule": "folded_1f1b"}
     quick, whole = (step_of(paper, each, **case, shard_optimizer=True) for each in (False, True))
     assert whole.waits > 0
     assert abs(quick.waits - whole.waits) <= 0.05 * whole.seconds
@@ -282,8 +237,7 @@ def test_the_wait_for_a_slow_network_is_exposed_and_no_bubble(paper: SimulatedMo
     assert waits[0] > 1.5 * waits[1]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", slow("folded_1f1b")])
-def test_a_search_predicts_a_pipeline_over_slow_links_as_a_whole_window(schedule: str, paper: SimulatedModel):
-    case = {"pp": 4, "schedule": schedule, "microbatches": 32}
+def test_a_search_predicts_a_pipeline_over_slow_links_as_a_whole_window(paper: SimulatedModel):
+    case = {"pp": 4, "schedule": "1f1b", "microbatches": 32}
     quick, whole = step_of(paper, quick=True, **case), step_of(paper, whole=True, **case)
     assert quick.window == pytest.approx(whole.window, rel=0.05)

@@ -17,26 +17,18 @@ def work(is_shown: bool = True) -> None:
                 show(stage, done / 10)
 
 
-def test_a_file_gets_a_line_for_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    work()
-    assert capsys.readouterr().err == "hf_helix: measuring operators ...\nhf_helix: timing plans ...\n"
-    # Other ranks stay silent.
-    work(is_shown=False)
-    assert capsys.readouterr() == ("", "")
-
-
-def test_a_long_stage_in_a_file_says_how_far_it_is(
+def test_a_file_gets_a_line_for_each_stage_and_hears_how_far_a_long_one_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    work()
+    assert capsys.readouterr().err == "hf_helix: measuring operators ...\nhf_helix: timing plans ...\n"
+    work(is_shown=False)  # other ranks stay silent
+    assert capsys.readouterr() == ("", "")
     clock = itertools.count(0.0, 4.0)  # seconds, at each call
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     work()
-    lines = [
-        f"hf_helix: {stage} ...{done}\n"
-        for stage in ("measuring operators", "timing plans")
-        for done in ("", " 40%", " 80%")
-    ]
-    assert capsys.readouterr().err == "".join(lines)
+    stages = [(stage, done) for stage in ("measuring operators", "timing plans") for done in ("", " 40%", " 80%")]
+    assert capsys.readouterr().err == "".join(f"hf_helix: {stage} ...{done}\n" for stage, done in stages)
 
 
 class Terminal(io.StringIO):

@@ -22,6 +22,10 @@ def test_the_heat_map_holds_what_was_measured_and_nothing_else() -> None:
     lines = [line.split() for line in text_heatmap(known).splitlines()]
     assert lines[1:4] == [["F.gather"], ["F.up", "0.75"], ["B.up.W", "-0.50"]]
     assert text_heatmap(profile()) == "no pairs of operators were measured"
+    short = text_heatmap(replace(known, times={**known.times, ("layer", "F.up"): 1e-5}))
+    assert re.search(r"F\.up +\(-?\d+\)", short)
+    assert "too little to tell" in short
+    assert "too little to tell" not in text_heatmap(known)
     # Cells of the heat map that were not measured stay empty.
     more = {(("layer", "F.up"), ("layer", "F.send")): Pair(9e-3, 6e-3, 3e-3)}
     head, up, weight = text_heatmap(profile(pairs=PAIRS | more)).splitlines()[1:4]
@@ -35,15 +39,6 @@ def test_the_heat_map_holds_what_was_measured_and_nothing_else() -> None:
     assert cells[up, gather] == cells[gather, up] == pytest.approx(0.75)
     _, _, cells = pair_table(profile(pairs=PAIRS | alike | {(gather, up): Pair(10e-3, 4e-3, 6e-3)}))
     assert (cells[up, gather], cells[gather, up]) == pytest.approx((0.75, 0.0))  # each as it was measured
-
-
-def test_what_is_too_short_to_tell_is_marked() -> None:
-    known = profile(pairs=PAIRS)
-    short = replace(known, times={**known.times, ("layer", "F.up"): 1e-5})
-    text = text_heatmap(short)
-    assert re.search(r"F\.up +\(-?\d+\)", text)
-    assert "too little to tell" in text
-    assert "too little to tell" not in text_heatmap(known)
 
 
 def test_units_are_named_where_there_are_several() -> None:

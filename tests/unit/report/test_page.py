@@ -81,7 +81,6 @@ def test_the_memory_of_a_step_rises_to_what_the_doctor_says() -> None:
 @pytest.mark.parametrize(
     ("options", "shared"),
     [
-        ({}, ""),
         ({"dp": 2, "shard_optimizer": True}, "stepped by 2"),
         ({"offload": "optimizer"}, "stepped by 1, optimizer on the host"),
         ({"offload": "parameters"}, "spread over 1, parameters on the host"),

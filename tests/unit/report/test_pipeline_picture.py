@@ -51,10 +51,9 @@ def test_text_is_to_scale():
         assert line.count("·") / 330 == pytest.approx(bubble, abs=0.01)
 
 
-@pytest.mark.parametrize("width", [20, 60, 100, 200])
-@pytest.mark.parametrize("name", PLACEMENT_OF)
-def test_text_keeps_to_its_width(name: str, width: int):
-    result = simulated(name, 4, 12)
+@pytest.mark.parametrize("width", [20, 100])
+def test_text_keeps_to_its_width(width: int):
+    result = simulated("dualpipe_v", 4, 12)
     lines = rows(text_pipeline(result, width))
     assert len(lines) == 4
     assert len({len(line) for line in lines}) == 1

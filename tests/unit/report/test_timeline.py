@@ -25,27 +25,16 @@ from hf_helix.report.timeline import (
 # What bars say.
 
 
-@pytest.mark.parametrize(
-    ("label", "parts"),
-    [
-        ("B2.layers.3.mlp.down.W", ("B", 2, "layers.3", "mlp.down.W")),
-        ("F0.embedding.lookup", ("F", 0, "embedding", "lookup")),
-        ("F12.head.loss", ("F", 12, "head", "loss")),
-        ("F1.head.loss.statistics", ("F", 1, "head", "loss.statistics")),
-        ("B1.layer.0.attention", ("B", 1, "layer.0", "attention")),
-    ],
-)
-def test_labels(label: str, parts: tuple[object, ...]) -> None:
-    assert parse_label(label) == parts
-
-
-@pytest.mark.parametrize("label", ["", "first", "X0.layers.0.up", "F.layers.0.up", "F0.head"])
-def test_what_is_no_label_is_refused(label: str) -> None:
-    with pytest.raises(ValueError, match="not the label of an operator"):
-        parse_label(label)
-
-
-def test_parts() -> None:
+def test_labels_and_parts() -> None:
+    for label, parts in {
+        "B2.layers.3.mlp.down.W": ("B", 2, "layers.3", "mlp.down.W"),
+        "F12.head.loss.statistics": ("F", 12, "head", "loss.statistics"),
+        "B1.layer.0.attention": ("B", 1, "layer.0", "attention"),
+    }.items():
+        assert parse_label(label) == parts
+    for label in ("", "X0.layers.0.up", "F.layers.0.up", "F0.head"):
+        with pytest.raises(ValueError, match="not the label of an operator"):
+            parse_label(label)
     pairs = [("F", "up"), ("B", "up.I"), ("B", "up.W"), ("B", "norm"), ("F", "x.W"), ("B", "norm.again")]
     assert [part_of(*pair) for pair in pairs] == ["F", "I", "W", "B", "F", "R"]
 
@@ -132,12 +121,7 @@ def test_short_operators_do_not_hide_that_a_stream_idles() -> None:
     bars = [bar(place, place + 0.25) for place in range(100)] + [bar(99, 100, "intra_node", operator="gather")]
     compute = text_timeline(bars).splitlines()[0]
     assert compute.count("F") == 0
-    assert "26% busy" not in compute
     assert "25% busy" in compute
-
-
-def test_there_must_be_something_to_show() -> None:
-    with pytest.raises(ValueError, match="nothing to draw"):
-        text_timeline([])
-    with pytest.raises(ValueError, match="nothing to draw"):
-        text_timeline([bar(1, 1)])
+    for nothing in ([], [bar(1, 1)]):
+        with pytest.raises(ValueError, match="nothing to draw"):
+            text_timeline(nothing)

@@ -20,10 +20,6 @@ def overlap(step: float = 8.0, **changes: Any) -> Overlap:
     return Overlap(**{"overlapped_fraction": 0.5, "tokens": 4000, "step": step / 1e3, **seconds, **rest})
 
 
-def tuning(kept: str, steps: dict[str, Overlap], **options: Any) -> TuningResult:
-    return TuningResult(kept, steps, **options)
-
-
 BOTH = {"sequential": overlap(10.0), "search": overlap(8.0)}
 
 
@@ -76,17 +72,13 @@ def test_a_scorecard() -> None:
     assert "slows" not in text
 
 
-def test_a_scorecard_of_spread_weights() -> None:
-    text = format_scorecard(
-        overlap(bytes_summed=3_000_000, bytes_gathered=1_500_000, bytes_spared=12_000_000), "search"
-    )
+def test_a_scorecard_of_spread_weights_of_a_loss_and_of_one_rank() -> None:
+    figures = {"bytes_summed": 3_000_000, "bytes_gathered": 1_500_000, "bytes_spared": 12_000_000}
+    text = format_scorecard(overlap(**figures), "search")
     assert "      3.0 MB   sent by a rank in gradient sums" in text
     assert "      1.5 MB   sent by a rank in gathers of weights" in text
     assert "     12.0 MB   of weights and AdamW's states fewer on a rank" in text
     assert "MB" not in format_scorecard(overlap(), "search")
-
-
-def test_a_scorecard_of_a_loss_and_of_one_rank() -> None:
     assert "communication slows computation down" in format_scorecard(overlap(12.0), "search")
     assert "-50%" in format_scorecard(overlap(12.0), "search")
     alone = format_scorecard(overlap(6.0, communication=0.0), "sequential")
@@ -95,13 +87,15 @@ def test_a_scorecard_of_a_loss_and_of_one_rank() -> None:
 
 
 def test_a_gain() -> None:
-    result = tuning("search", BOTH, predicted={"search": 7e-3, "dhelix": 9e-3}, measured="2026-01-02")
+    result = TuningResult("search", BOTH, predicted={"search": 7e-3, "dhelix": 9e-3}, measured="2026-01-02")
     head, names, *rows = format_tuning(result).splitlines()
     assert head == "measured on 2026-01-02: a window of 4,000 tokens under each plan, all in turn"
     assert names.split() == ["plan", "window", "predicted", "gain", "hidden", "overlapped", "of", "the", "bound"]
     assert rows[0].split() == ["sequential", "10.0", "ms", "1.00x", "0%", "50%", "0.60"]
     assert rows[1].split() == ["search", "8.0", "ms", "7.0", "ms", "1.25x", "50%", "50%", "0.75"]
     assert "\n".join(rows[2:]) == format_scorecard(BOTH["search"], "search")
+    alone = format_tuning(TuningResult("dhelix", {"dhelix": overlap()}))
+    assert alone.splitlines()[2].split() == ["dhelix", "8.0", "ms", "50%", "50%", "0.75"], "compared with nothing"
 
 
 def test_kinds_of_communication_are_told_apart_where_there_are_two() -> None:
@@ -111,16 +105,10 @@ def test_kinds_of_communication_are_told_apart_where_there_are_two() -> None:
     assert "intra_node" not in format_scorecard(one, "search")
 
 
-def test_no_baseline_no_comparison() -> None:
-    text = format_tuning(tuning("dhelix", {"dhelix": overlap()}))
-    assert text.splitlines()[2].split() == ["dhelix", "8.0", "ms", "50%", "50%", "0.75"]
-    assert "sequential" not in text
-
-
 def test_data_parallelism_is_named_where_it_would_be_faster() -> None:
     """4 ms for 4,000,000 bytes sent: a gradient of 1,000,000 bytes summed over 2 ranks sends as many, in 1 ms."""
     kept = overlap(8.0, bytes_moved=4_000_000)
-    result = tuning("search", {**BOTH, "search": kept}, gradient_bytes=1_000_000, ranks=2)
+    result = TuningResult("search", {**BOTH, "search": kept}, gradient_bytes=1_000_000, ranks=2)
     assert result.gradient_seconds == pytest.approx(1e-3)
     text = format_tuning(result)
     assert "Data parallelism alone would take about 7.0 ms a step instead of 8.0 ms (an estimate" in text
@@ -128,23 +116,14 @@ def test_data_parallelism_is_named_where_it_would_be_faster() -> None:
     # Half of a step's micro-batches were timed: twice the computation, the same gradients.
     assert "would take about 13.0 ms a step instead of 16.0 ms" in format_tuning(result, 0.5)
 
-
-@pytest.mark.parametrize(
-    ("gradient_bytes", "ranks", "bytes_moved"),
-    [(3_000_000, 2, 4_000_000), (1_000, 1, 4_000_000), (10_000_000, 4, 4_000_000)],
-)
-def test_data_parallelism_is_not_named_where_it_would_not_be(gradient_bytes: int, ranks: int, bytes_moved: int) -> None:
-    kept = overlap(8.0, bytes_moved=bytes_moved)
-    result = tuning("search", {**BOTH, "search": kept}, gradient_bytes=gradient_bytes, ranks=ranks)
-    assert "Data parallelism" not in format_tuning(result)
-
-
-def test_gradients_of_four_ranks() -> None:
-    """Each sends 2 * 3/4 of all bytes."""
-    kept = overlap(8.0, bytes_moved=4_000_000)
-    result = tuning("search", {"search": kept}, gradient_bytes=2_000_000, ranks=4)
-    assert result.gradient_seconds == pytest.approx(3e-3)
-    assert tuning("search", {"search": overlap()}, gradient_bytes=1, ranks=4).gradient_seconds == 0.0
+    for gradients, ranks in ((3_000_000, 2), (1_000, 1), (10_000_000, 4)):
+        result = TuningResult("search", {**BOTH, "search": kept}, gradient_bytes=gradients, ranks=ranks)
+        assert "Data parallelism" not in format_tuning(result), "where it would not be faster"
+    # Each of four ranks sends 2 * 3/4 of all bytes.
+    assert TuningResult(
+        "search", {"search": kept}, gradient_bytes=2_000_000, ranks=4
+    ).gradient_seconds == pytest.approx(3e-3)
+    assert TuningResult("search", {"search": overlap()}, gradient_bytes=1, ranks=4).gradient_seconds == 0.0
 
 
 # Pipelines
@@ -154,18 +133,14 @@ def test_a_scorecard_of_a_pipeline() -> None:
     text = format_scorecard(overlap(bubble_fraction=0.25), "search")
     assert "  pipeline bubbles              25%   of it a rank waits for others" in text
     assert "overlapped" in text
+    kept = overlap(bubble_fraction=0.25)
+    whole = format_tuning(TuningResult("search", {**BOTH, "search": kept}, gradient_bytes=1_000, ranks=2))
+    assert text in whole
+    assert "Data parallelism" not in whole
     alone = format_scorecard(overlap(communication=0.0, bubble_fraction=0.25), "search")
     assert alone.splitlines()[-2].startswith("  pipeline bubbles ")
     assert alone.endswith("\n  no collectives to hide")
     assert "one rank" not in alone
-
-
-def test_a_tuning_of_a_pipeline() -> None:
-    kept = overlap(bubble_fraction=0.25)
-    result = tuning("search", {**BOTH, "search": kept}, gradient_bytes=1_000, ranks=2)
-    text = format_tuning(result)
-    assert "25%   of it a rank waits for others" in text
-    assert "Data parallelism" not in text
 
 
 def test_a_choice_among_schedules() -> None:
@@ -174,7 +149,9 @@ def test_a_choice_among_schedules() -> None:
         "greedy on folded_1f1b": overlap(9.0),
         "greedy on dualpipe_v": overlap(8.0),
     }
-    rows = [line.rsplit("ms", 1) for line in format_tuning(tuning("greedy on dualpipe_v", steps)).splitlines()[2:5]]
+    rows = [
+        line.rsplit("ms", 1) for line in format_tuning(TuningResult("greedy on dualpipe_v", steps)).splitlines()[2:5]
+    ]
     gains = {name.split("  ")[1]: rest.split()[0] for name, rest in rows}
     assert gains == {
         "sequential on folded_1f1b": "1.00x",
@@ -185,8 +162,7 @@ def test_a_choice_among_schedules() -> None:
 
 def test_sums_of_gradients_are_not_called_overlapped() -> None:
     """With data parallelism alone, no plan orders what is communicated."""
-    figures = {"overlapped_fraction": 0.0, "bubble_fraction": 0.25}
-    text = format_scorecard(overlap(**figures), "greedy")
+    text = format_scorecard(overlap(overlapped_fraction=0.0, bubble_fraction=0.25), "greedy")
     assert "overlapped" not in text
     assert "only the sums of gradients" in text
     assert "hidden" in text
@@ -198,23 +174,20 @@ SHARED = "2 ranks compute and communicate on the same 2 cores"
 FEW = {"sequential": overlap(10.0, communication=0.5), "search": overlap(9.9, communication=0.5)}
 
 
+LOSS = {**BOTH, "sequential": overlap(7.0)}
+NOTHING = "plan `sequential`: overlap gains nothing here, because "
+
+
+def on(*rows: tuple[str, float]) -> dict[str, Overlap]:
+    return {name: overlap(step) for name, step in rows}
+
+
 @pytest.mark.parametrize(
     ("kept", "steps", "contention", "sentence"),
     [
         ("search", BOTH, SHARED, "plan `search`, 1.25x as fast as without overlap"),
-        (
-            "sequential",
-            {**BOTH, "sequential": overlap(7.0)},
-            SHARED,
-            f"plan `sequential`: overlap gains nothing here, because {SHARED}",
-        ),
-        (
-            "sequential",
-            {**BOTH, "sequential": overlap(7.0)},
-            "",
-            "plan `sequential`: overlap gains nothing here, because computation beside communication loses as much "
-            "time as it hides",
-        ),
+        ("sequential", LOSS, SHARED, f"{NOTHING}{SHARED}"),
+        ("sequential", LOSS, "", f"{NOTHING}computation beside communication loses as much time as it hides"),
         (
             "search",
             FEW,
@@ -224,20 +197,20 @@ FEW = {"sequential": overlap(10.0, communication=0.5), "search": overlap(9.9, co
         ),
         (
             "greedy on auto",
-            {"sequential on folded_1f1b": overlap(10.0), "greedy on auto": overlap(8.0)},
+            on(("sequential on folded_1f1b", 10.0), ("greedy on auto", 8.0)),
             "",
             "plan `greedy` on the schedule `auto`, 1.25x as fast as without overlap",
         ),
         (
             "sequential on auto",
-            {"sequential on folded_1f1b": overlap(10.0), "sequential on auto": overlap(8.0)},
+            on(("sequential on folded_1f1b", 10.0), ("sequential on auto", 8.0)),
             "",
             "plan `sequential` on the schedule `auto`, "
             "1.25x as fast as with `sequential` on the schedule `folded_1f1b`",
         ),
         (
             "dhelix",
-            {"dhelix": overlap(12.0)},
+            on(("dhelix", 12.0)),
             "",
             "plan `dhelix`, as asked for: 50% of communication runs beside computation, 0% of it is hidden",
         ),
@@ -245,9 +218,9 @@ FEW = {"sequential": overlap(10.0, communication=0.5), "search": overlap(9.9, co
             "sequential",
             {"sequential": overlap(7.0, communication=0.0), "greedy": overlap(7.1, communication=0.0)},
             SHARED,
-            "plan `sequential`: overlap gains nothing here, because there are no collectives to hide",
+            f"{NOTHING}there are no collectives to hide",
         ),
     ],
 )
 def test_the_verdict_is_a_sentence(kept: str, steps: dict[str, Overlap], contention: str, sentence: str) -> None:
-    assert format_summary(tuning(kept, steps), contention) == sentence
+    assert format_summary(TuningResult(kept, steps), contention) == sentence

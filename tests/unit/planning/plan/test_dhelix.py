@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 from support.arrays import arrays_of
-from support.graphs import LLAMA, compute, layer_with_efforts, pair
-from support.marks import slow
+from support.graphs import LLAMA, compute, llama_layer, pair
 
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
@@ -24,7 +23,14 @@ L, X = Kind.INTRA_NODE, Kind.INTER_NODE
 
 
 def llama(transfer: float = 5.0) -> dict[str, GraphPair]:
-    return {**LLAMA, "layer": GraphPair.of(layer_with_efforts(transfer))}
+    """Units with efforts such as the adapters declare; every collective takes `transfer`."""
+    efforts = {"attn.qkv": 6.0, "attention": 4.0, "attn.out": 4.0, "mlp.up": 4.0, "mlp.down": 4.0}
+    layer = llama_layer()
+    operators = [
+        replace(op, relative_cost=transfer if op.kind.communicates else efforts.get(op.name, 0.5))
+        for op in layer.operators
+    ]
+    return {**LLAMA, "layer": GraphPair.of(replace(layer, operators=tuple(operators)))}
 
 
 def profile_of(units: dict[str, GraphPair], dice: random.Random | None = None) -> Profile:
@@ -34,7 +40,6 @@ def profile_of(units: dict[str, GraphPair], dice: random.Random | None = None) -
     pairs = {}
     for a, b in itertools.combinations(kinds, 2) if dice else ():
         if kinds[a] is not kinds[b]:
-            assert dice is not None
             alone, other = profile.times[a], profile.times[b]
             slower = [1 + 0.6 * dice.random() for _ in range(2)]
             first, second = alone * slower[0], other * slower[1]
@@ -46,21 +51,14 @@ def profile_of(units: dict[str, GraphPair], dice: random.Random | None = None) -
     return Profile(profile.about, profile.layout, profile.times, {}, pairs)
 
 
-def seconds(order: Order, forward: Graph | None, backward: Graph | None, profile: Profile) -> float:
-    """What the cost function says of a block."""
-    return seconds_of(forward, backward, profile)(order)
-
-
 def seconds_of(forward: Graph | None, backward: Graph | None, profile: Profile) -> Callable[[Order], float]:
     """What the cost function says of every order of a block."""
     layout = profile.layout
     made = {BARRIER: BARRIER_INSTRUCTION}
-    for letter, graph in (("F", forward), ("B", backward)):
+    for graph, is_forward in ((forward, True), (backward, False)):
         if graph is not None:
-            forward = letter == "F"
-            for instruction in unit_instructions(layout, (int(forward), layout.units.index(graph.name), forward)):
-                assert instruction.operator is not None
-                made[f"{letter}.{instruction.operator.name}"] = instruction
+            for instruction in unit_instructions(layout, (int(is_forward), layout.units.index(graph.name), is_forward)):
+                made[f"{'BF'[is_forward]}.{instruction.operator.name}"] = instruction
     slowdown = profile.slowdown if profile.pairs else None
     return lambda order: simulate(arrays_of([made[entry] for entry in order], layout, profile.times), slowdown).seconds
 
@@ -156,7 +154,7 @@ def small_unit(name: str, dice: random.Random, size: int) -> GraphPair:
 
 @pytest.mark.parametrize("slowed", [False, True])
 @pytest.mark.parametrize("limits", [(2, 1, 4), (2, 2, 1), (3, 1, 0), (1, 2, 2)], ids=str)
-@pytest.mark.parametrize("seed", [1, 2, *(slow(seed) for seed in (0, 3, 4, 5))])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_no_order_of_the_space_is_faster(
     seed: int, limits: tuple[int, int, int], slowed: bool, monkeypatch: pytest.MonkeyPatch
 ):
@@ -174,71 +172,35 @@ def test_no_order_of_the_space_is_faster(
 # The layer of a model
 
 
-@pytest.mark.parametrize(
-    ("transfer", "slowed"),
-    [(2.0, False), (8.0, False), *(slow(each, True) for each in (2.0, 8.0))],
-)
-def test_every_block_gets_a_valid_order_that_is_never_slower_than_sequential(transfer: float, slowed: bool):
+@pytest.mark.parametrize("transfer", [2.0, 8.0])
+def test_every_block_gets_a_valid_order_that_is_never_slower_than_sequential(transfer: float):
     units = llama(transfer)
-    profile = profile_of(units, random.Random(0) if slowed else None)
+    profile = profile_of(units)
     for block in all_blocks(units):
-        forward = units[block.forward].forward if block.forward else None
-        backward = units[block.backward].backward if block.backward else None
-        order = dhelix(forward, backward, profile)
+        forward, backward = block.graphs(units)
+        order, timed = dhelix(forward, backward, profile), seconds_of(forward, backward, profile)
         validate_order(order, forward, backward, block=block)
-        plain = seconds(sequential(forward, backward, profile), forward, backward, profile)
-        assert seconds(order, forward, backward, profile) <= plain * (1 + 1e-9)
+        assert timed(order) <= timed(sequential(forward, backward, profile)) * (1 + 1e-9)
         for group in groups_of(order):
             local = {entry[0] for entry in group if entries(forward, backward)[entry].kind is L}
             # `sequential` itself has one strand between two barriers.
             assert len(local) < 2, f"two local collectives beside each other: {group}"
-
-
-def test_a_layer_gains_and_is_the_same_every_time():
-    layer = llama()["layer"]
-    profile = profile_of(llama())
-    order = dhelix(layer.forward, layer.backward, profile)
-    assert order == dhelix(layer.forward, layer.backward, profile)
-    plain = seconds(sequential(layer.forward, layer.backward, profile), layer.forward, layer.backward, profile)
-    assert seconds(order, layer.forward, layer.backward, profile) < 0.8 * plain
-
-
-def test_a_strand_alone_runs_as_it_does_under_sequential():
-    layer, profile = llama()["layer"], profile_of(llama())
+    layer = units["layer"]  # a strand alone runs as it does under `sequential`
     assert dhelix(layer.forward, None, profile) == (*entries(layer.forward, None), BARRIER)
     assert dhelix(None, layer.backward, profile) == (*entries(None, layer.backward), BARRIER)
 
 
-@pytest.mark.parametrize("slowed", [False, True])
-def test_the_bound_is_the_cost_function_without_contention(slowed: bool):
-    """On random orders of a whole block, for which nothing is searched."""
-    rng = random.Random(0)
-    units = llama()
-    profile = profile_of(units, rng if slowed else None)
-    free = replace(profile, pairs={})
-    forward, backward = units["layer"].forward, units["layer"].backward
-    block = dhelix_module._Block(forward, backward, profile)
-    for _ in range(30):
-        strands = [[i for i, entry in enumerate(block.entries) if entry[0] == letter] for letter in "BF"]
-        order = []
-        while strands[0] or strands[1]:
-            strand = rng.choice([strand for strand in strands if strand])
-            order.append(strand.pop(0))
-        entered = tuple(block.entries[i] for i in order)
-        assert block.bound(order) == pytest.approx(seconds(entered, forward, backward, free))
-        assert block.seconds_of(order) == pytest.approx(seconds(entered, forward, backward, profile))
-        assert block.seconds_of(order) >= block.bound(order) * (1 - 1e-9)
-
-
 def test_a_long_block_keeps_fewer_weight_gradients_waiting(monkeypatch: pytest.MonkeyPatch):
-    layer, profile = llama()["layer"], profile_of(llama())
-    free = seconds(dhelix(layer.forward, layer.backward, profile), layer.forward, layer.backward, profile)
-    monkeypatch.setattr(dhelix_module, "MAX_STATES", 1)
+    """A layer gains, is ordered the same every time, and gains less where few states may be looked at."""
+    layer, profile, slowed = llama()["layer"], profile_of(llama()), profile_of(llama(), random.Random(0))
+    timed, timed_slowed = (seconds_of(layer.forward, layer.backward, each) for each in (profile, slowed))
     order = dhelix(layer.forward, layer.backward, profile)
-    validate_order(order, layer.forward, layer.backward)
-    assert seconds(order, layer.forward, layer.backward, profile) >= free
-    slowed = profile_of(llama(), random.Random(0))
-    order = dhelix(layer.forward, layer.backward, slowed)
-    validate_order(order, layer.forward, layer.backward)
-    plain = seconds(sequential(layer.forward, layer.backward, slowed), layer.forward, layer.backward, slowed)
-    assert seconds(order, layer.forward, layer.backward, slowed) <= plain * (1 + 1e-9)
+    assert order == dhelix(layer.forward, layer.backward, profile)
+    assert timed(order) < 0.8 * timed(sequential(layer.forward, layer.backward, profile))
+    monkeypatch.setattr(dhelix_module, "MAX_STATES", 1)
+    hasty, hasty_slowed = (dhelix(layer.forward, layer.backward, each) for each in (profile, slowed))
+    for each in (hasty, hasty_slowed):
+        validate_order(each, layer.forward, layer.backward)
+    assert timed(hasty) >= timed(order)
+    plain = timed_slowed(sequential(layer.forward, layer.backward, slowed))
+    assert timed_slowed(hasty_slowed) <= plain * (1 + 1e-9)

@@ -123,30 +123,21 @@ def pair_of_strands(size: int, num_layers: int, seed: int) -> tuple[Profile, Sch
     )
 
 
-def searched(profile: Profile, schedule: Schedule) -> int:
-    return round(timeline_of(search(profile, schedule), profile, schedule).seconds * 1e6)
-
-
-@pytest.mark.parametrize("seed", [0, slow(1)])
 @pytest.mark.parametrize(
-    ("size", "num_layers", "num_microbatches"),
+    ("given", "tolerance"),
     [
-        (3, 2, 1),
-        *(slow(*case) for case in ((3, 1, 1), (3, 1, 2), (5, 1, 1), (5, 1, 2), (5, 2, 1))),
+        (whole_window(3, 2, 1, seed=0), 1.0),
+        (pair_of_strands(3, 1, seed=0), 1.0),
+        (pair_of_strands(3, 2, seed=0), 1.0),
+        slow(whole_window(5, 1, 2, seed=1), 1.0),
+        slow(whole_window(5, 2, 1, seed=0), 1.0),
+        slow(pair_of_strands(5, 2, seed=0), 1.013),  # 96 ms where 95 are possible
     ],
 )
-def test_the_search_finds_the_shortest_window(size: int, num_layers: int, num_microbatches: int, seed: int):
-    profile, schedule, most_layers = whole_window(size, num_layers, num_microbatches, seed)
+def test_the_search_finds_the_shortest_window(given: tuple[Profile, Schedule, int], tolerance: float):
+    profile, schedule, most_layers = given
     best = optimum(profile, schedule, most_layers)
-    assert searched(profile, schedule) == best
+    found = round(timeline_of(search(profile, schedule), profile, schedule).seconds * 1e6)
+    assert best <= found <= best * tolerance
     work = arrays_of(window_instructions(schedule, profile.layout), profile.layout, profile.times)
     assert round(bound(work, profile.layout) * 1e6) <= best
-
-
-@pytest.mark.parametrize("seed", [0, *(slow(seed) for seed in (1, 2))])
-@pytest.mark.parametrize(("size", "num_layers"), [(3, 1), (3, 2), *(slow(5, count) for count in (1, 2))])
-def test_the_search_finds_the_shortest_pair_of_strands(size: int, num_layers: int, seed: int):
-    profile, schedule, most_layers = pair_of_strands(size, num_layers, seed)
-    best = optimum(profile, schedule, most_layers)
-    tolerance = 1.013 if (size, num_layers, seed) == (5, 2, 0) else 1.0  # 96 ms where 95 are possible
-    assert best <= searched(profile, schedule) <= best * tolerance

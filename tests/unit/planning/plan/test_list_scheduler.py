@@ -11,6 +11,7 @@ from support.graphs import (
     collective,
     compute,
     layers,
+    layers_only,
     layout_of,
     linear,
     list_scheduled,
@@ -25,7 +26,7 @@ from support.graphs import (
 )
 
 from hf_helix.planning.graph.backward import GraphPair
-from hf_helix.planning.graph.operator import Graph, Part
+from hf_helix.planning.graph.operator import Graph, Operator, Part
 from hf_helix.planning.plan.list_scheduler import Priorities
 from hf_helix.planning.plan.search import greedy
 from hf_helix.planning.schedule.actions import Action, Schedule, Slot
@@ -87,20 +88,60 @@ def test_a_strand_enters_a_unit_once_it_has_left_the_last_but_one(num_layers: in
             assert left < visits.index(later)
 
 
-@pytest.mark.parametrize("graphs", [LLAMA, SMALL], ids=["llama", "small"])
-def test_forward_only_windows_are_ordered(graphs: dict[str, GraphPair]):
-    layout = layout_of(graphs, 3)
-    schedule = [[Slot(forward=Action(stage, "F", k)) for k in range(3) for stage in (0, 1)]]
-    for flow in (flow_of(layout, 3, extra_live_layers=0), greedy(profile_of(layout))):
-        program, made = ordered(flow, layout, schedule)
-        check_whole_and_in_order(program, made)
-        assert {i.operator.part for i in program} == {Part.F}
+def repeated(*operators: Operator, num_layers: int = 2) -> Layout:
+    """Layers of these operators between an embedding and a head."""
+    layer = Graph("layer", operators, ("x",), operators[-1].writes, repeats=True)
+    return layout_of({**SMALL, "layer": GraphPair.of(layer)}, num_layers)
 
 
-def test_backward_only_windows_are_ordered():
-    layout = layout_of(SMALL, 3)
-    schedule = [[Slot(backward=Action(stage, "B", k)) for k in range(3) for stage in (1, 0)]]
-    check_whole_and_in_order(*ordered(flow_of(layout, 3, extra_live_layers=0), layout, schedule))
+def alone(letter: str) -> Schedule:
+    """Three micro-batches in one direction."""
+    stages = (0, 1) if letter == "F" else (1, 0)
+    return [[Slot.alone(Action(stage, letter, k)) for k in range(3) for stage in stages]]
+
+
+SPLIT = (
+    compute("split", "x", "a b"),
+    collective("gather.0", "a"),
+    linear("up.0", "gather.0"),
+    collective("gather.1", "b"),
+    linear("up.1", "gather.1", ordered_after=("up.0",)),
+    compute("join", "up.0 up.1"),
+)
+EIGHT = [linear(f"up.{n}", "enter", f"up.{n}.a up.{n}.b up.{n}.c") for n in range(8)]
+SPECIAL: dict[str, tuple[Layout, Schedule]] = {
+    "forward alone": (layout_of(LLAMA, 3), alone("F")),
+    "backward alone": (layout_of(SMALL, 3), alone("B")),
+    # However urgent it is, and although nothing of what comes first is read.
+    "what is declared to come after": (repeated(*SPLIT), schedule_of(3)),
+    # Only a unit's first operator waits for the strand, so one that reads nothing takes the memory of later units.
+    "an operator that reads nothing": (
+        repeated(compute("enter", "x"), compute("table"), compute("leave", "enter table")),
+        schedule_of(3),
+    ),
+    # A rank in the middle of a pipeline: without embedding and head between them, two micro-batches share the forward
+    # strand, and both may stop half way at the limit.
+    "nothing but layers": (layers_only(LLAMA["layer"], 2), schedule_of(3)),
+    # Eight linears read one value that runs again; each of their gradients takes more room than it.
+    "gradients that fill the room of what their weights read": (
+        repeated(
+            compute("enter", "x", recomputed=True),
+            *EIGHT,
+            compute("leave", " ".join(value for op in EIGHT for value in op.writes)),
+            num_layers=3,
+        ),
+        schedule_of(4),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPECIAL)
+def test_special_windows_are_ordered_without_any_room(case: str):
+    layout, schedule = SPECIAL[case]
+    flows = [flow_of(layout, seed, extra_live_layers=0) for seed in range(20)]
+    flows.append(Priorities(random_times(layout, 0), {("layer", "F.table"): -1.0}, extra_live_layers=0))
+    for flow in (*flows, greedy(profile_of(layout))):
+        check_whole_and_in_order(*ordered(flow, layout, schedule))
 
 
 @pytest.mark.parametrize(("transfer", "waits"), [(2.9, True), (3.1, False)])
@@ -133,49 +174,10 @@ def test_communication_is_issued_as_soon_as_its_input_is():
             assert all(between.operator.kind.communicates for between in program[written + 1 : place])
 
 
-def test_what_is_declared_to_come_after_stays_after():
-    """However urgent it is, and although nothing of what comes first is read."""
-    layer = pair(
-        "layer",
-        compute("split", "x", "a b"),
-        collective("gather.0", "a"),
-        linear("up.0", "gather.0"),
-        collective("gather.1", "b"),
-        linear("up.1", "gather.1", ordered_after=("up.0",)),
-        compute("join", "up.0 up.1"),
-        repeats=True,
-    )
-    layout = layout_of({**SMALL, "layer": layer}, 2)
-    for seed in range(20):
-        check_whole_and_in_order(*ordered(flow_of(layout, seed), layout, schedule_of(3)))
-
-
-def test_a_layer_may_hold_an_operator_that_reads_nothing():
-    """Only a unit's first operator waits for the strand, so one that reads nothing takes the memory of later units."""
-    layer = pair("layer", compute("enter", "x"), compute("table"), compute("leave", "enter table"), repeats=True)
-    layout = layout_of({**SMALL, "layer": layer}, 2)
-    flow = Priorities(random_times(layout, 0), {("layer", "F.table"): -1.0}, extra_live_layers=0)
-    check_whole_and_in_order(*ordered(flow, layout, schedule_of(3)))
-
-
-def test_a_rank_may_hold_nothing_but_layers():
-    """A rank in the middle of a pipeline: without embedding and head between them, two micro-batches share the forward
-    strand, and both may stop half way at the limit."""
-    layout = Layout(["layer"] * 2, {0: [0], 1: [1]}, {"layer": LLAMA["layer"]})
-    for seed in range(20):
-        check_whole_and_in_order(*ordered(flow_of(layout, seed, extra_live_layers=0), layout, schedule_of(3)))
-
-
 def test_what_only_weight_gradients_read_runs_again_in_time():
     """Backward reaches the other end of this layer without anything that runs again."""
-    layer = Graph(
-        "layer",
-        (compute("enter", "x", recomputed=True), linear("up", "enter", "up.a up.b"), compute("leave", "up.a up.b")),
-        inputs=("x",),
-        outputs=("leave",),
-        repeats=True,
-    )
-    layout = layout_of({**SMALL, "layer": GraphPair.of(layer)}, 2)
+    enter, up = compute("enter", "x", recomputed=True), linear("up", "enter", "up.a up.b")
+    layout = repeated(enter, up, compute("leave", "up.a up.b"))
     for seed in range(40):
         program, made = ordered(flow_of(layout, seed, extra_live_layers=0), layout, schedule_of(4))
         check_whole_and_in_order(program, made)
@@ -185,13 +187,3 @@ def test_what_only_weight_gradients_read_runs_again_in_time():
                 waiting += {Part.F: 0, Part.I: 1, Part.W: -1}[i.operator.part]
                 most = max(most, waiting)
         assert most <= 4, "two strands in a layer each, and what ran again for two layers more"
-
-
-def test_gradients_may_fill_the_room_of_what_their_weights_read():
-    """Eight linears read one value that runs again; each of their gradients takes more room than it."""
-    linears = [linear(f"up.{n}", "enter", f"up.{n}.a up.{n}.b up.{n}.c") for n in range(8)]
-    leave = compute("leave", " ".join(value for op in linears for value in op.writes))
-    layer = Graph("layer", (compute("enter", "x", recomputed=True), *linears, leave), ("x",), ("leave",), repeats=True)
-    layout = layout_of({**SMALL, "layer": GraphPair.of(layer)}, 3)
-    for seed in range(20):
-        check_whole_and_in_order(*ordered(flow_of(layout, seed, extra_live_layers=0), layout, schedule_of(4)))

@@ -21,20 +21,17 @@ from support.graphs import (
     list_scheduled,
     pair,
     profile_of,
-    random_priority,
     random_times,
     schedule_of,
     timeline_of,
 )
-from support.marks import slow
 
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan import search as searching
 from hf_helix.planning.plan.bounds import bound, critical_path, lower_bound
-from hf_helix.planning.plan.list_scheduler import ListScheduler, Priorities
+from hf_helix.planning.plan.list_scheduler import ListScheduler
 from hf_helix.planning.plan.search import CLOSE, greedy, search, shorten
-from hf_helix.planning.schedule.actions import Action, Slot
 from hf_helix.planning.timing.operator_clock import Timeline, simulate
 from hf_helix.planning.timing.profile import Pair, Profile
 from hf_helix.planning.window.layout import Name, named_operators
@@ -43,11 +40,6 @@ from hf_helix.planning.window.window import WindowArrays
 
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "MAX_STEPS", 60)
-
-
-@pytest.fixture
-def fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """For what holds after any number of them."""
     monkeypatch.setattr(searching, "MAX_STEPS", 20)
 
@@ -80,23 +72,14 @@ def test_greedy_waits_for_nothing_and_takes_weight_gradients_last():
 # Search
 
 
-@pytest.mark.parametrize("interference", [slow(False), True])
-@pytest.mark.parametrize("seed", [0, *(slow(seed) for seed in (1, 2, 3))])
-@pytest.mark.parametrize("extra_live_layers", [0, 1, slow(2)])
-def test_hardly_ever_longer_than_greedy(fewer_steps: None, seed: int, interference: bool, extra_live_layers: int):
+@pytest.mark.parametrize("extra_live_layers", [0, 1])
+def test_hardly_ever_longer_than_greedy(few_steps: None, extra_live_layers: int):
     """On the window it is judged by: at most three layers a chunk."""
-    profile, schedule = llama_profile(5, seed, interference), schedule_of(4)
+    profile, schedule = llama_profile(5, 0, interference=True), schedule_of(4)
     flow = search(profile, schedule, extra_live_layers)
     assert flow.extra_live_layers == extra_live_layers
     longest = CLOSE * timeline_of(greedy(profile, extra_live_layers), profile, schedule).seconds
     assert timeline_of(flow, profile, schedule).seconds <= longest
-
-
-@pytest.mark.slow
-def test_hardly_longer_than_greedy_on_a_longer_window(few_steps: None):
-    profile, schedule = llama_profile(8, 29), schedule_of(8)
-    longest = CLOSE * timeline_of(greedy(profile), profile, schedule).seconds
-    assert timeline_of(search(profile), profile, schedule).seconds <= longest
 
 
 def ring_profile(slower: float) -> Profile:
@@ -146,7 +129,7 @@ def test_interference_is_searched_around(monkeypatch: pytest.MonkeyPatch):
     )
 
 
-def test_the_search_is_the_same_every_time(fewer_steps: None):
+def test_the_search_is_the_same_every_time(few_steps: None):
     profile = llama_profile(3, 0, interference=True)
     state = random.getstate()
     first = search(profile)
@@ -156,30 +139,24 @@ def test_the_search_is_the_same_every_time(fewer_steps: None):
     assert first != greedy(profile)
 
 
-def test_a_search_that_has_reached_the_bound_stops():
-    """Without communication there is nothing to find."""
+def test_a_search_that_has_reached_the_bound_stops(monkeypatch: pytest.MonkeyPatch):
+    """Without communication there is nothing to find. Others tell how far they are, from nothing to nearly all."""
     layer = pair("layer", compute("norm", "x"), linear("up", "norm"), repeats=True)
-    layout = layout_of(
-        {"embedding": pair("embedding", compute("e"), inputs=""), "layer": layer, "head": SMALL["head"]}, 2
-    )
-    profile = profile_of(layout)
+    lookup = pair("embedding", compute("e"), inputs="")
+    profile = profile_of(layout_of({"embedding": lookup, "layer": layer, "head": SMALL["head"]}, 2))
     told: list[float] = []
     assert search(profile, progress=told.append) == greedy(profile)
     assert told == [0.0, 1 / 3, 2 / 3]  # the start of each annealing
-
-
-def test_progress_goes_from_none_to_nearly_all(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(searching, "MAX_STEPS", 120)
-    told: list[float] = []
+    monkeypatch.setattr(searching, "MAX_STEPS", 60)
+    told.clear()
     search(llama_profile(2, 0), schedule_of(2), progress=told.append)
     assert told[0] == 0.0
     assert told == sorted(told)
     assert 0.9 < told[-1] < 1
 
 
-@pytest.mark.parametrize("interference", [False, True])
 @pytest.mark.slow
-def test_a_search_takes_seconds(interference: bool, monkeypatch: pytest.MonkeyPatch):
+def test_a_search_takes_seconds(monkeypatch: pytest.MonkeyPatch):
     """Three annealings and their outcomes on a whole window: so many instructions simulated, a million a second."""
     simulated = 0
 
@@ -189,7 +166,7 @@ def test_a_search_takes_seconds(interference: bool, monkeypatch: pytest.MonkeyPa
         return simulate(work, *rest)
 
     monkeypatch.setattr(searching, "simulate", counting)
-    search(llama_profile(32, 0, interference))
+    search(llama_profile(32, 0, interference=True))
     assert 0 < simulated < 3.2 * searching.EFFORT, simulated
 
 
@@ -239,22 +216,3 @@ def test_no_valid_order_beats_the_bound(layer: GraphPair, num_layers: int, num_m
     limit = bound(window.arrays, layout)
     assert simulate(window.arrays, order=order).seconds >= limit - 1e-9
     assert simulate(window.arrays, lambda a, b: 1.5).seconds >= limit - 1e-9
-
-
-@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 999))
-def test_no_flow_beats_the_bound(num_layers: int, num_microbatches: int, seed: int):
-    profile = llama_profile(num_layers, seed)
-    timeline = timeline_of(
-        Priorities(profile.times, random_priority(profile.layout, seed), 2), profile, schedule_of(num_microbatches)
-    )
-    assert timeline.seconds >= bound(timeline.arrays, profile.layout) - 1e-9
-
-
-def test_the_bound_holds_where_a_rank_has_nothing_but_layers():
-    """A rank in the middle of a pipeline: the next micro-batch may enter beside the last layer of the one before."""
-    layout = layers_only(SMALL_LAYER, 2)
-    slow = {("layer", "F.gather"): 10e-3, ("layer", "F.scatter"): 10e-3}
-    profile = profile_of(layout, {**dict.fromkeys(random_times(layout, 0), 1e-3), **slow})
-    schedule = [[Slot(forward=Action(stage, "F", k)) for k in range(4) for stage in (0, 1)]]
-    timeline = timeline_of(greedy(profile), profile, schedule)
-    assert timeline.seconds >= bound(timeline.arrays, layout) - 1e-9

@@ -2,20 +2,19 @@
 
 import math
 import random
-from collections.abc import Sequence
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 from support.marks import slow
+from support.schedules import slot_ends
 
 from hf_helix.planning.schedule import auto
-from hf_helix.planning.schedule.actions import Schedule, Slot, format_schedule, parse_schedule
+from hf_helix.planning.schedule.actions import Slot, format_schedule, parse_schedule
 from hf_helix.planning.schedule.auto import SEARCHED, Policy, choose_schedule, list_schedule
 from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.schedule.placement import FOLD, stage_ranks
 from hf_helix.planning.schedule.scheduler import find_schedule
-from hf_helix.planning.schedule.slot_clock import Costs, Row, Simulated, SlotClock, simulate_schedule
+from hf_helix.planning.schedule.slot_clock import Costs, Simulated, SlotClock, simulate_schedule
 from hf_helix.planning.schedule.validate import validate
 
 UNIT = {"forward": 1.0, "input": 1.0, "weight": 1.0}
@@ -53,12 +52,10 @@ def test_what_things_take():
     [
         (((1.0,), (1.0, 1.0), (1.0,)), "a number for each virtual stage"),
         (((-1.0,), (1.0,), (1.0,)), "at least 0"),
-        (((math.nan,), (1.0,), (1.0,)), "at least 0"),
         (((1.0,), (math.inf,), (1.0,)), "at least 0"),
         (((0.0,), (1.0,), (1.0,)), "a forward that takes more"),
         (((1.0,), (1.0,), (1.0,), -0.1), "at least 0"),
         (((1.0,), (1.0,), (1.0,), 0.0, 0.0), "gain=0.0 must be more than 0"),
-        (((1.0,), (1.0,), (1.0,), 0.0, math.nan), "gain=nan"),
     ],
 )
 def test_costs_that_make_no_sense_are_refused(arguments: tuple[object, ...], said: str):
@@ -91,34 +88,6 @@ def test_activations_are_weighed_by_the_forward_of_their_stage():
     assert result.shares == [1.5], "in a fused slot both live"
 
 
-def oracle(schedule: Schedule, ranks: Sequence[int], costs: Costs) -> dict[tuple[int, int], float]:
-    """When each slot ends, as a longest path."""
-    place = {
-        f"{a.stage}{part}{a.microbatch}": (rank, number)
-        for rank, slots in enumerate(schedule)
-        for number, slot in enumerate(slots)
-        for a in slot.actions
-        for part in a.computation_type.replace("B", "IW")
-    }
-    edges: dict[tuple[int, int], list[tuple[tuple[int, int], float]]] = {node: [] for node in place.values()}
-    for rank, slots in enumerate(schedule):
-        for number, slot in enumerate(slots):
-            if number:
-                edges[rank, number].append(((rank, number - 1), 0.0))
-            for a in slot.actions:
-                needs = [(a.stage - 1, "F")] if a.computation_type == "F" else [(a.stage, "F"), (a.stage + 1, "I")]
-                needs = [(a.stage, "I")] if a.computation_type == "W" else needs
-                for stage, part in needs:
-                    if 0 <= stage < len(ranks):
-                        hop = costs.transfer if ranks[stage] != rank else 0.0
-                        edges[rank, number].append((place[f"{stage}{part}{a.microbatch}"], hop))
-    ends: dict[tuple[int, int], float] = {}
-    for rank, number in TopologicalSorter({node: {n for n, _ in e} for node, e in edges.items()}).static_order():
-        start = max((ends[node] + hop for node, hop in edges[rank, number]), default=0.0)
-        ends[rank, number] = start + costs.slot_seconds(schedule[rank][number])
-    return ends
-
-
 @pytest.mark.parametrize("seed", range(30))
 def test_simulation_is_a_longest_path(seed: int):
     rng = random.Random(seed)
@@ -128,7 +97,7 @@ def test_simulation_is_a_longest_path(seed: int):
     costs = Costs(*times, transfer=rng.uniform(0, 1), gain=rng.uniform(0.8, 1.8))
     schedule = build_schedule(name, num_ranks, count)
     result = simulate_schedule(schedule, ranks, costs)
-    ends = oracle(schedule, ranks, costs)
+    ends = slot_ends(schedule, len(ranks), count, costs.slot_seconds, costs.transfer)
     assert {(r, n): end for r, row in enumerate(result.ends) for n, end in enumerate(row)} == pytest.approx(ends)
     for rank, slots in enumerate(schedule):
         lengths = [end - start for start, end in zip(result.starts[rank], result.ends[rank], strict=True)]
@@ -146,7 +115,7 @@ def test_what_cannot_end_is_refused():
 # List scheduling
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_no_policy_gets_stuck_or_takes_more_room(seed: int):
     rng = random.Random(seed)
     num_ranks, count = rng.randint(1, 5), rng.randint(1, 12)
@@ -198,9 +167,9 @@ def chosen(num_ranks: int, num_microbatches: int, costs: Costs, **options: int) 
 @pytest.mark.parametrize(
     ("costs", "num_ranks"),
     [
-        slow(costs, num_ranks, when=num_ranks > 2, id=f"{name}-{num_ranks}")
-        for name, costs in SETS.items()
-        for num_ranks in range(1, 9)
+        (UNIT, 1),
+        *((costs, 2) for costs in SETS.values()),
+        slow(SETS["recompute and links"], 6),
     ],
 )
 def test_the_choice_is_never_behind_and_takes_no_more_room(costs: dict[str, float], num_ranks: int, hasty: None):
@@ -214,7 +183,7 @@ def test_the_choice_is_never_behind_and_takes_no_more_room(costs: dict[str, floa
             assert others["folded_1f1b"].seconds / result.seconds >= 1.1
 
 
-@pytest.mark.parametrize("seed", [slow(n, when=n not in (1, 2, 3, 4)) for n in range(10)])
+@pytest.mark.parametrize("seed", range(1, 5))
 def test_the_choice_on_uneven_stages(seed: int, hasty: None):
     rng = random.Random(seed)
     num_ranks, count = rng.randint(1, 5), rng.randint(1, 12)
@@ -225,38 +194,24 @@ def test_the_choice_on_uneven_stages(seed: int, hasty: None):
     assert format_schedule(choose_schedule(num_ranks, count, costs)[1]) == format_schedule(result.schedule)
 
 
-@pytest.mark.parametrize("max_live", [2, 5, 12])
-def test_the_choice_keeps_to_the_room_it_is_given(max_live: int, hasty: None):
-    result = chosen(3, 9, even(6, **UNIT, gain=1.4), max_live=max_live)
-    assert max(result.live) <= max_live
-
-
-def test_room_is_made_use_of(hasty: None):
-    costs = even(6, **UNIT, gain=1.2)
-    few, some, usual = (chosen(3, 9, costs, max_live=max_live).seconds for max_live in (2, 4, 7))
-    assert few > 1.1 * some > 1.1 * 1.1 * usual
-
-
-@pytest.mark.parametrize("max_live", [1, 0, -1])
-def test_no_room_is_refused(max_live: int):
-    with pytest.raises(ValueError, match=f"max_live={max_live} is too few.* use 2 or more"):
-        choose_schedule(2, 4, even(4), max_live=max_live)
+def test_the_choice_keeps_to_the_room_it_is_given_and_makes_use_of_it(hasty: None):
+    costs, seconds = even(6, **UNIT, gain=1.2), []
+    for max_live in (2, 4, 7):
+        result = chosen(3, 9, costs, max_live=max_live)
+        assert max(result.live) <= max_live
+        seconds.append(result.seconds)
+    assert seconds[0] > 1.1 * seconds[1] > 1.1 * 1.1 * seconds[2]
+    with pytest.raises(ValueError, match=r"max_live=1 is too few.* use 2 or more"):
+        choose_schedule(2, 4, even(4), max_live=1)
 
 
 @pytest.mark.slow
 def test_the_choice_takes_seconds(monkeypatch: pytest.MonkeyPatch):
     """Two on an idle core, which run about so many slots."""
-    slots = 0
-    run = SlotClock.run
-
-    def counting(clock: SlotClock, rows: Sequence[Row]) -> object:
-        nonlocal slots
-        slots += sum(map(len, rows))
-        return run(clock, rows)
-
-    monkeypatch.setattr(SlotClock, "run", counting)
+    slots, run = [], SlotClock.run
+    monkeypatch.setattr(SlotClock, "run", lambda clock, rows: slots.extend(map(len, rows)) or run(clock, rows))
     choose_schedule(8, 64, even(16, **UNIT, gain=1.4, transfer=0.05))
-    assert 0 < slots < 2_000_000, slots
+    assert 0 < sum(slots) < 2_000_000
 
 
 # Refinement
@@ -298,16 +253,15 @@ def test_refinement_helps(costs: dict[str, float], monkeypatch: pytest.MonkeyPat
 
 
 def test_schedules_are_found_by_name_or_path(tmp_path: Path, hasty: None):
-    costs = even(4)
+    costs, path = even(4), tmp_path / "schedule.txt"
     for name in PLACEMENT_OF:
         assert find_schedule(name, 2, 5, costs) == (name, build_schedule(name, 2, 5))
         assert find_schedule(name, 2, None, costs) == (name, build_schedule(name, 2, 6))
     assert find_schedule("auto", 2, 5, costs) == choose_schedule(2, 5, costs)
-    path = tmp_path / "schedule.txt"
     path.write_text(format_schedule(build_schedule("folded_1f1b", 2, 5)))
-    assert find_schedule(str(path), 2, None, costs) == (str(path), build_schedule("folded_1f1b", 2, 5))
-    assert find_schedule(str(path), 2, 5, costs)[1] == build_schedule("folded_1f1b", 2, 5)
+    for count in (None, 5):
+        assert find_schedule(str(path), 2, count, costs) == (str(path), build_schedule("folded_1f1b", 2, 5))
     with pytest.raises(
-        ValueError, match=r"'magic' is neither .* use one of auto, folded_1f1b, dualpipe_v, 1f1b, or the path"
+        ValueError, match=r"'magic' is neither .* use one of auto, folded_1f1b, dualpipe_v, 1f1b, or the"
     ):
         find_schedule("magic", 2, 5, costs)

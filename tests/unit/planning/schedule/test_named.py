@@ -53,20 +53,15 @@ def test_what_cannot_be_built_is_named(arguments: tuple[str, int, int]):
 
 
 @every_size
-def test_slots_of_w(num_ranks: int, num_microbatches: int):
+def test_what_w_takes_and_keeps(num_ranks: int, num_microbatches: int):
     schedule = folded_1f1b(num_ranks, num_microbatches)
     start = start_times(schedule, 2 * num_ranks, num_microbatches)
     if num_microbatches >= num_ranks:
         assert 1 + max(start.values()) == 4 * num_ranks + 2 * num_microbatches - 2
     for rank, slots in enumerate(schedule):
-        fused = [slot for slot in slots if slot.fused]
-        assert len(fused) == 2 * max(0, num_microbatches - num_ranks)
-        assert len(slots) == 4 * num_microbatches - len(fused)
+        assert sum(slot.fused for slot in slots) == 2 * max(0, num_microbatches - num_ranks)
         most = min(2 * num_ranks + 1, 2 * num_microbatches)  # the first where M >= 2P
         assert live_activations(slots) == min(most, num_microbatches + rank + 1)
-        for slot in fused:  # two micro-batches, two chunks, nothing between them to wait for
-            assert slot.forward.stage + slot.backward.stage == 2 * num_ranks - 1
-            assert slot.forward.microbatch == slot.backward.microbatch + num_ranks
 
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [size for size in SIZES if size[1] >= size[0]])

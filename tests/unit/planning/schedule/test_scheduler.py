@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 from support.graphs import SMALL, efforts, layout_of, pipeline_of, profile_of
-from support.marks import slow
 
 from hf_helix.config import AUTO, SCHEDULES, HelixConfig
 from hf_helix.planning.schedule import auto
 from hf_helix.planning.schedule.actions import format_schedule
 from hf_helix.planning.schedule.auto import choose_schedule
 from hf_helix.planning.schedule.named import FOLDED, NAMED_SCHEDULES, PLACEMENT_OF, build_schedule
-from hf_helix.planning.schedule.placement import FOLD, LINEAR, stage_ranks
+from hf_helix.planning.schedule.placement import FOLD, stage_ranks
 from hf_helix.planning.schedule.scheduler import Scheduler, candidates, schedule_names
 from hf_helix.planning.schedule.slot_clock import Costs, SlotClock, simulate_schedule, stage_costs
 from hf_helix.planning.schedule.validate import validate
@@ -30,8 +29,8 @@ def written(path: Path, name: str, num_ranks: int, num_microbatches: int) -> str
 
 
 @pytest.mark.parametrize("name", PLACEMENT_OF)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_a_name_gives_its_schedule_for_any_window(name: str, num_ranks: int):
+def test_a_name_gives_its_schedule_for_any_window(name: str):
+    num_ranks = 3
     scheduler = Scheduler(name, num_ranks)
     assert scheduler.placement == PLACEMENT_OF[name]
     for count in (1, 4, 7):
@@ -46,27 +45,20 @@ def test_auto_goes_by_the_costs(monkeypatch: pytest.MonkeyPatch):
     assert Scheduler(AUTO, 2, even)(6) != Scheduler(AUTO, 2, uneven)(6)
 
 
-@pytest.mark.parametrize(("name", "placement"), [("folded_1f1b", FOLD), ("1f1b", LINEAR)])
-def test_a_file_says_where_its_stages_are(name: str, placement: str, tmp_path: Path):
-    scheduler = Scheduler(written(tmp_path / "actions.txt", name, 2, 6), 2)
-    assert scheduler.placement == placement
-    assert scheduler(6) == build_schedule(name, 2, 6)
-
-
-def test_a_file_serves_shorter_windows_and_says_which_are_too_long(tmp_path: Path):
-    scheduler = Scheduler(written(tmp_path / "actions.txt", "folded_1f1b", 2, 3), 2)
-    validate(scheduler(2), 2, stage_ranks(FOLD, 2))
-    with pytest.raises(ValueError, match=r"actions.txt is for 3 micro-batches and the window has 4"):
-        scheduler(4)
-
-
-def test_a_file_is_checked_when_the_scheduler_is_made(tmp_path: Path):
-    path = written(tmp_path / "actions.txt", "folded_1f1b", 2, 3)
+def test_a_file_says_where_its_stages_are_and_serves_shorter_windows(tmp_path: Path):
+    path = tmp_path / "actions.txt"
+    for name in ("folded_1f1b", "1f1b"):
+        scheduler = Scheduler(written(path, name, 2, 3), 2)
+        assert scheduler.placement == PLACEMENT_OF[name]
+        assert scheduler(3) == build_schedule(name, 2, 3)
+        validate(scheduler(2), 2, stage_ranks(PLACEMENT_OF[name], 2))
+        with pytest.raises(ValueError, match=r"actions.txt is for 3 micro-batches and the window has 4"):
+            scheduler(4)
     with pytest.raises(ValueError, match=r"actions.txt"):
-        Scheduler(path, 3)
-    Path(path).write_text("0F0 0B0 0F0\n")
+        Scheduler(str(path), 3)
+    path.write_text("0F0 0B0 0F0\n")
     with pytest.raises(ValueError, match=r"actions.txt"):
-        Scheduler(path, 2)
+        Scheduler(str(path), 2)
     with pytest.raises(ValueError, match=r"absent.txt.* is neither the name of a schedule nor an existing file"):
         Scheduler(str(tmp_path / "absent.txt"), 2)
 
@@ -74,15 +66,11 @@ def test_a_file_is_checked_when_the_scheduler_is_made(tmp_path: Path):
 # What a run may choose from
 
 
-@pytest.mark.parametrize("name", PLACEMENT_OF)
-def test_a_schedule_that_is_named_is_the_only_candidate(name: str):
-    (result,) = candidates(name, profile_on(2, PLACEMENT_OF[name]))
-    assert (result.name, result.num_ranks) == (name, 2)
-
-
-def test_one_rank_has_nothing_to_choose():
-    (result,) = candidates(AUTO, profile_of(layout_of(SMALL, 3)))
-    assert (result.name, result.num_ranks) == (AUTO, 1)
+def test_what_is_named_and_one_rank_have_one_candidate():
+    cases = [(name, profile_on(2, PLACEMENT_OF[name]), 2) for name in PLACEMENT_OF]
+    for name, profile, num_ranks in (*cases, (AUTO, profile_of(layout_of(SMALL, 3)), 1)):
+        (result,) = candidates(name, profile)
+        assert (result.name, result.num_ranks) == (name, num_ranks)
 
 
 def test_auto_chooses_among_those_on_the_fold_with_the_measured_costs(monkeypatch: pytest.MonkeyPatch):
@@ -102,13 +90,12 @@ def test_costs_of_stages_are_the_sums_of_their_operators():
     forward = 1 + 4 + 4 + 4 + 4 + 1  # norm, gather, up, down, scatter, add
     backward = 2 + 4 + 4 + 4 + 4 + 2  # the same; up and down have a W apart, norm and add take twice as long
     weight = 4 + 4
-    assert [1e3 * seconds for seconds in costs.forward] == pytest.approx(
-        [2 + forward, forward, 2 * forward, forward + 2]  # embedding and head: lookup and scatter; logits and loss
-    )
-    assert [1e3 * seconds for seconds in costs.input] == pytest.approx(
-        [2 + 1 + backward, backward, 2 * backward, backward + 1 + 2]
-    )
-    assert [1e3 * seconds for seconds in costs.weight] == pytest.approx([weight, weight, 2 * weight, weight + 1])
+    found = [[1e3 * seconds for seconds in part] for part in (costs.forward, costs.input, costs.weight)]
+    assert found == [  # embedding and head: lookup and scatter; logits and loss
+        pytest.approx([2 + forward, forward, 2 * forward, forward + 2]),
+        pytest.approx([2 + 1 + backward, backward, 2 * backward, backward + 1 + 2]),
+        pytest.approx([weight, weight, 2 * weight, weight + 1]),
+    ]
     assert costs.transfer == 7e-3
     total = sum((*costs.forward, *costs.input, *costs.weight))
     layers = 5
@@ -116,23 +103,17 @@ def test_costs_of_stages_are_the_sums_of_their_operators():
     assert costs.gain == pytest.approx(total / (computing / 1e3))
 
 
-def test_the_options_are_the_registry():
-    assert (AUTO, *NAMED_SCHEDULES) == SCHEDULES
-
-
 def test_auto_is_the_default_and_keeps_layers_where_they_are():
+    assert (AUTO, *NAMED_SCHEDULES) == SCHEDULES
     assert HelixConfig().schedule == AUTO
     for num_ranks in (1, 2, 4):
         for name in schedule_names(AUTO, num_ranks):
             assert Scheduler(name, num_ranks).placement == FOLD
-
-
-def test_auto_on_one_rank_is_the_named_schedule():
-    for costs in (None, Costs.of_layers([3, 1])):
+    for costs in (None, Costs.of_layers([3, 1])):  # on one rank
         assert Scheduler(AUTO, 1, costs)(6) == build_schedule("folded_1f1b", 1, 6)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, slow(4)])
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_auto_before_a_measurement(num_ranks: int):
     """No slower than the named schedules, and in short windows as good as a search that takes its time."""
     ranks = stage_ranks(FOLD, num_ranks)
@@ -152,21 +133,15 @@ def test_auto_before_a_measurement(num_ranks: int):
 
 def test_auto_searches_nothing_before_a_measurement(monkeypatch: pytest.MonkeyPatch):
     """A long window costs a few runs over its slots."""
-    slots = 0
+    slots: list[int] = []
     run, made = SlotClock.run, auto.list_schedule
 
-    def counting_run(clock: SlotClock, rows: list[list[object]]) -> object:
-        nonlocal slots
-        slots += sum(map(len, rows))
-        return run(clock, rows)
-
     def counting_list(*arguments: object) -> object:
-        nonlocal slots
         result = made(*arguments)
-        slots += sum(map(len, result[0]))
+        slots.extend(map(len, result[0]))
         return result
 
-    monkeypatch.setattr(SlotClock, "run", counting_run)
+    monkeypatch.setattr(SlotClock, "run", lambda clock, rows: slots.extend(map(len, rows)) or run(clock, rows))
     monkeypatch.setattr(auto, "list_schedule", counting_list)
     schedule = Scheduler(AUTO, 4)(128)
-    assert 0 < slots < 10 * sum(map(len, schedule)), slots
+    assert 0 < sum(slots) < 10 * sum(map(len, schedule)), slots

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from support.graphs import (
     compute,
     efforts,
     layout_of,
+    linear,
     pair,
     pipeline_of,
     profile_of,
@@ -147,25 +147,28 @@ def test_times_are_kept_to_six_digits(tmp_path: Path):
     assert profile_json(loaded) == profile_json(profile)
 
 
-def test_declared_properties_of_operators_survive(tmp_path: Path):
-    layer = pair(
-        "layer",
-        compute("split", "x", "a b", relative_cost=0.5),
-        collective("left", "a", backward_kind=Kind.COMPUTE, kind=Kind.INTER_NODE),
-        collective("right", "b", ordered_after=("left",)),
-        compute("join", "left right"),
-        repeats=True,
+def test_layouts_and_declared_properties_of_operators_survive(tmp_path: Path):
+    path, layer = (
+        tmp_path / "profile.json",
+        pair(
+            "layer",
+            compute("split", "x", "a b", relative_cost=0.5),
+            collective("left", "a", backward_kind=Kind.COMPUTE, kind=Kind.INTER_NODE),
+            collective("right", "b", ordered_after=("left",)),
+            linear("join", "left right", wgrad_fraction=0.1),
+            repeats=True,
+        ),
     )
-    layout = layout_of({**SMALL, "layer": layer}, 2)
-    save_profile(profile_of(layout), tmp_path / "profile.json")
-    assert load_profile(tmp_path / "profile.json").layout == layout
-
-
-def test_the_ranks_of_a_pipeline_survive(tmp_path: Path):
-    layout = pipeline_of(SMALL, [2, 1, 1, 2], stage_ranks(FOLD, 2))
-    save_profile(profile_of(layout), tmp_path / "profile.json")
-    assert load_profile(tmp_path / "profile.json").layout == layout
-    check_refused(tmp_path / "profile.json", "is for other operators", layout=layout_of(SMALL, 6))
+    split = layout_of({**SMALL, "layer": layer}, 2)
+    for layout in (split, pipeline_of(SMALL, [2, 1, 1, 2], stage_ranks(FOLD, 2))):
+        save_profile(profile_of(layout), path)
+        assert load_profile(path).layout == layout
+        check_refused(path, "is for other operators", layout=layout_of(SMALL, 6))
+    whole = linear("join", "left right")
+    save_profile(profile_of(split), path)
+    operators = [*layer.forward.operators[:-1], whole]
+    other = layout_of({**SMALL, "layer": pair("layer", *operators, repeats=True)}, 2)
+    check_refused(path, r"other operators.*wgrad_fraction", layout=other)
 
 
 def test_a_file_has_a_line_for_each_operator_and_pair(file: Path):
@@ -188,17 +191,6 @@ def test_impossible_times_are_refused(seconds: float):
             profile_of(LAYOUT, pairs={(UP, GATHER): broken})
 
 
-def test_a_profile_covers_every_operator_and_no_other():
-    times = efforts(LAYOUT)
-    del times[UP]
-    with pytest.raises(ValueError, match=r"does not cover operator 'layer/F\.mlp\.up'"):
-        profile_of(LAYOUT, times)
-    with pytest.raises(ValueError, match=r"names 'layer/F\.nope', which is not an operator"):
-        profile_of(LAYOUT, {**efforts(LAYOUT), ("layer", "F.nope"): 1e-3})
-    with pytest.raises(ValueError, match=r"names 'layer/F\.nope', which is not an operator"):
-        profile_of(LAYOUT, pairs={(UP, ("layer", "F.nope")): Pair(1e-3, 1e-3, 1e-3)})
-
-
 def layer_of(data: dict) -> dict:
     return data["operators"]["layer"]
 
@@ -208,32 +200,19 @@ DAMAGES = [
     (lambda d: d.pop("format"), "has format None"),
     (lambda d: layer_of(d).pop("F.mlp.up"), r"damaged: the profile does not cover operator 'layer/F\.mlp\.up'"),
     (lambda d: layer_of(d).update({"F.nope": layer_of(d)["F.mlp.up"]}), r"names 'layer/F\.nope', which is not"),
-    (lambda d: layer_of(d)["F.mlp.up"].update(ms=0), r"impossible time of layer/F\.mlp\.up: 0\.0 ms"),
-    (lambda d: layer_of(d)["F.mlp.up"].update(ms=-3), r"impossible time of layer/F\.mlp\.up: -3\.0 ms"),
     (lambda d: layer_of(d)["F.mlp.up"].update(ms=math.nan), r"impossible time of layer/F\.mlp\.up: nan ms"),
     (lambda d: layer_of(d)["F.mlp.up"].update(ms="long"), "damaged: .*'long'"),
     (lambda d: layer_of(d)["F.mlp.up"].pop("ms"), r"damaged: operator layer/F\.mlp\.up lacks 'ms'"),
+    (lambda d: layer_of(d)["F.mlp.scatter"].update(like="layer/F.nope"), r"layer/F\.nope"),
     (lambda d: d["pairs"][0].update(first="layer/F.nope"), r"names 'layer/F\.nope'"),
     (lambda d: d["pairs"][0].update(together_ms=0), r"impossible time of layer/F\.mlp\.up beside layer/F\.mlp\.gather"),
     (lambda d: d.pop("operators"), "it lacks 'operators'"),
-    (lambda d: d.pop("about"), "it lacks 'about'"),
     (lambda d: d.update(pairs=3), "is damaged"),
-    (lambda d: d["layout"]["units"].append("tail"), "layout names units that it does not hold"),
     (lambda d: d["layout"]["chunks"]["0"].append(99), "layout names units that it does not hold"),
     (lambda d: d["layout"].update(ranks=[0]), "its layout has 2 stages on 1 ranks"),
     (lambda d: d["graphs"]["layer"]["operators"].pop(), r"outputs \['mlp\.add'\] are never written"),
     (lambda d: d["graphs"]["layer"]["operators"][3].update(kind="magic"), "'magic' is not a valid Kind"),
-    (lambda d: d["graphs"]["layer"]["operators"][0].update(reads="nothing"), "is damaged"),
-    (lambda d: d["graphs"]["layer"]["operators"].append(d["graphs"]["layer"]["operators"][0]), "is damaged"),
-    (lambda d: d["graphs"]["layer"].update(repeats="x"), "is damaged"),
-    (lambda d: d.pop("graphs"), "is damaged"),
-    (lambda d: d.pop("layout"), "is damaged"),
-    (lambda d: d["layout"]["chunks"].update(x=[0]), "is damaged"),
-    (lambda d: d.update(about=[1]), "is damaged"),
-    (lambda d: layer_of(d)["F.mlp.gather"].update(like=5), "is damaged"),
-    (lambda d: layer_of(d)["F.mlp.up"].update(ms=math.inf), r"impossible time of layer/F\.mlp\.up: inf ms"),
-    (lambda d: layer_of(d)["F.mlp.up"].update(ms=[1]), "is damaged"),
-    (lambda d: d["pairs"][0].pop("together_ms"), "is damaged"),
+    (lambda d: d["graphs"]["layer"].update(repeats="x"), "repeats must be true or false, got 'x'"),
 ]
 
 
@@ -254,43 +233,14 @@ def check_refused(file: Path, message: str, **wanted: object) -> None:
     assert f"`hf-helix profile --model FOLDER --tp_size N --output {file}`" in str(error.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"{", b"\xff\xfe"])
-def test_a_file_that_is_no_profile_is_refused(file: Path, content: bytes):
-    file.write_bytes(content)
-    check_refused(file, "is damaged|has format None")
-
-
-def test_a_truncated_file_is_refused(file: Path):
-    file.write_text(file.read_text()[:-200])
-    check_refused(file, "is damaged: .*line")
-
-
-def test_a_file_that_does_not_exist_is_refused(tmp_path: Path):
-    check_refused(tmp_path / "absent.json", "cannot be read")
+def test_a_file_that_is_no_profile_is_refused(file: Path):
+    for content in (b"", b"[]", b"{", b"\xff\xfe", file.read_bytes()[:-200]):
+        file.write_bytes(content)
+        check_refused(file, "is damaged: .*|has format None")
+    check_refused(file.with_name("absent.json"), "cannot be read")
 
 
 def test_a_profile_for_another_case_is_refused(file: Path):
     check_refused(file, "is for model 'Llama', this run has 'Mistral'", about={**ABOUT, "model": "Mistral"})
     check_refused(file, "is for dtype None, this run has 'bf16'", about={**ABOUT, "dtype": "bf16"})
-
-
-def test_a_profile_with_other_operators_is_refused(file: Path):
     check_refused(file, r"is for other operators: line \d+: .* against", layout=layout_of(SMALL, 3))
-
-
-def test_a_profile_with_other_graphs_of_the_same_names_is_refused(file: Path):
-    forward = LLAMA["layer"].forward
-    crossing = [replace(op, kind=Kind.INTER_NODE) if op.kind.communicates else op for op in forward.operators]
-    layer = pair("layer", *crossing, repeats=True)
-    check_refused(
-        file,
-        r"other operators: .*attn.gather \[intra_node.* against .*attn.gather \[inter_node",
-        layout=layout_of({**LLAMA, "layer": layer}, 3),
-    )
-
-
-def test_what_an_operator_is_like_must_exist(file: Path):
-    data = json.loads(file.read_text())
-    layer_of(data)["F.mlp.scatter"]["like"] = "layer/F.nope"
-    file.write_text(json.dumps(data))
-    check_refused(file, r"layer/F\.nope")

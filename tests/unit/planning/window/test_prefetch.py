@@ -6,15 +6,14 @@ from dataclasses import replace
 import pytest
 from support.arrays import arrays_of, window_instructions
 from support.graphs import autograd, compute, linear, loss_gradient, pair, pipeline_of, profile_of, schedule_of
-from support.marks import slow
 
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Kind, Operator, Part
 from hf_helix.planning.graph.recompute import recomputed
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.actions import Action, Schedule, Slot
-from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
-from hf_helix.planning.schedule.placement import stage_ranks
+from hf_helix.planning.schedule.named import build_schedule
+from hf_helix.planning.schedule.placement import FOLD, stage_ranks
 from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile_file import graph_data, graph_from
@@ -65,38 +64,32 @@ def places(made: list[Instruction]) -> list[tuple[int, str]]:
     return [(each.unit, each.operator.name) for each in made if each.operator]
 
 
-def test_weights_come_with_the_unit_before():
+def test_weights_come_with_the_unit_before_and_in_backward_with_the_unit_behind():
     assert places(pass_instructions(LAYOUT, (0, 0, True))) == [(0, "weights"), (1, "weights"), (0, "lookup")]
     layer = pass_instructions(LAYOUT, (0, 1, True))
     assert places(layer) == [(2, "weights"), (1, "norm"), (1, "up"), (1, "add")]
     assert places(pass_instructions(LAYOUT, (0, 3, True))) == [(3, "logits"), (3, "loss")]
-
-
-def test_in_backward_they_come_with_the_unit_behind():
-    head = pass_instructions(LAYOUT, (0, 3, False))
-    assert places(head)[0] == (2, "weights.again")
+    assert places(pass_instructions(LAYOUT, (0, 3, False)))[0] == (2, "weights.again")
     assert (0, "weights.again") not in places(pass_instructions(LAYOUT, (0, 1, False))), "a lookup needs none"
+    assert places(unit_instructions(LAYOUT, (0, 2, True)))[0] == (2, "weights"), "a unit by itself has its own"
 
 
 def test_backward_reads_them_anew_and_weight_gradients_do_not_read_them():
-    backward = {op.name: op for op in LAYER.backward.operators}
+    backward = LAYER.backward
     assert backward["weights.again"].part is Part.R
     assert backward["weights.again"].writes == ("r.weights",)
     assert backward["up.I"].weights == backward["norm"].weights == ("r.weights",)
     assert backward["up.W"].weights == ()
-    head = {op.name: op for op in PAIRS["head"].backward.operators}
+    head = PAIRS["head"].backward
     assert head["logits.I"].weights == ("weights",), "the last unit keeps what forward gathered"
-    assert "weights" in PAIRS["head"].backward.saved_values
-
-
-def test_recomputation_reads_them_anew_too():
-    again = GraphPair.of(recomputed(LAYER.forward, "full")).backward
-    assert again["norm.again"].weights == ("r.weights",)
-    assert [op.name for op in again.operators].count("weights.again") == 1
-
-
-def test_a_unit_by_itself_has_its_own():
-    assert places(unit_instructions(LAYOUT, (0, 2, True)))[0] == (2, "weights")
+    assert "weights" in head.saved_values
+    recomputing = GraphPair.of(recomputed(LAYER.forward, "full")).backward
+    assert recomputing["norm.again"].weights == ("r.weights",)
+    assert [op.name for op in recomputing.operators].count("weights.again") == 1
+    data = graph_data(LAYER.forward)
+    assert graph_from("layer", data) == LAYER.forward
+    data["operators"][0]["ahead"] = True  # as files had it before
+    assert graph_from("layer", data).operators[0].ahead == 1
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -108,17 +101,6 @@ def test_a_window_as_numbers_is_what_its_instructions_are(count: int):
     expected, result = arrays_of(made, LAYOUT, profile.times), window.arrays(profile.times)
     assert [sorted(needs) for needs in result.needs] == [sorted(needs) for needs in expected.needs]
     assert replace(result, needs=[]) == replace(expected, needs=[])
-
-
-@pytest.mark.parametrize("rule", ["sequential", "round_robin", "dhelix", "greedy"])
-def test_every_plan_gathers_them_once_and_in_time(rule: str):
-    plan = make_plan(rule, profile_of(LAYOUT), model="m", mesh={}, schedule=schedule_of(3))
-    (program,) = build_programs(schedule_of(3), LAYOUT, plan, [(3, "loss")])
-    validate_program(program, [(3, "d.loss")], LAYOUT)
-    gathers = [each for each in program if each.operator and each.operator.ahead]
-    assert len(gathers) == len({(g.microbatch, g.unit, g.operator.name) for g in gathers if g.operator}) == 3 * 6
-    freed = [key for each in program for key in each.frees if "weights" in key[1]]
-    assert len(freed) == 3 * 6, "each is freed with its last reader"
 
 
 # -- how far ahead ---------------------------------------------------------------------------------------------------
@@ -165,27 +147,23 @@ def test_one_strand_gathers_as_many_units_ahead_as_operators_say(ahead: int):
 
 
 @pytest.mark.parametrize("rule", ["sequential", "round_robin", "dhelix", "greedy"])
-@pytest.mark.parametrize("ahead", [1, 2, 3])
-def test_every_plan_gathers_them_so_far_ahead_or_farther(rule: str, ahead: int):
-    layout = layout_of(6, ahead)
-    found = distances(program_of(rule, layout, schedule_of(4)))
-    assert len(found) == 4 * (8 + 6)
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+def test_every_plan_gathers_once_and_far_enough_ahead_for_few_units_at_a_time(rule: str, ahead: int):
+    """Those that compute, those that are ahead, and the head, which keeps what forward has gathered."""
+    program = [each for each in program_of(rule, layout_of(6, ahead), schedule_of(4)) if each.operator]
+    gathers = {(each.microbatch, each.unit, each.operator.name) for each in program if each.operator.ahead}
+    found = distances(program)
+    assert len(found) == len(gathers) == 4 * (8 + 6)
     assert all(each >= ahead for each in found[ahead:])
     if rule == "sequential" and ahead > 1:  # each strand has the weights of its next unit: two units ahead of two
         assert set(found[ahead:]) == {ahead}
-
-
-@pytest.mark.parametrize("rule", ["sequential", "round_robin", "dhelix", "greedy"])
-@pytest.mark.parametrize("ahead", [2, 4])
-def test_few_units_have_their_weights(rule: str, ahead: int):
-    """Those that compute, those that are ahead, and the head, which keeps what forward has gathered."""
     now = most = 0
-    for each in program_of(rule, layout_of(6, ahead), schedule_of(4)):
+    for each in program:
         now += sum(name in ("weights", "r.weights") for _, name in each.writes)
         most = max(most, now)
         now -= sum(name in ("weights", "r.weights") for _, name in each.frees)
-    assert most <= ahead + 2 + (rule == "greedy")  # whose strands are both in the middle of a unit
-    assert now == 0
+    assert most <= max(ahead, 2) + 2 + (rule == "greedy")  # whose strands are both in the middle of a unit
+    assert now == 0, "each is freed with its last reader"
 
 
 def test_everything_else_keeps_its_order():
@@ -199,33 +177,22 @@ def test_everything_else_keeps_its_order():
 
 
 @pytest.mark.parametrize("rule", ["sequential", "greedy"])
-@pytest.mark.parametrize("ahead", [2, 5])
-def test_long_windows_gather_alike(rule: str, ahead: int):
-    """Of a long window the steady state is there once; what it gathers for the next one comes with it."""
-    layout, schedule = layout_of(2, ahead), schedule_of(40)
-    plan = make_plan(rule, profile_of(layout), model="m", mesh={}, schedule=schedule)
-    short, (whole,) = build_program(schedule, layout, plan, 0), build_programs(schedule, layout, plan)
-    assert short.repeats
-    assert len(short.once) < len(whole) / 2
-    assert list(short) == whole
-
-
-@pytest.mark.parametrize("rule", ["sequential", "greedy"])
-@pytest.mark.parametrize(("num_ranks", "count"), [(2, 40), slow(4, 60)])
-def test_long_windows_of_a_pipeline_gather_alike(rule: str, num_ranks: int, count: int):
-    """Also where the stretch that repeats is made, and its ends are cut: gathers go from one to the other. All of it
-    can run."""
-    ranks = stage_ranks(PLACEMENT_OF["folded_1f1b"], num_ranks)
-    layout = pipeline_of(PAIRS, [2] * len(ranks), ranks)
-    schedule = build_schedule("folded_1f1b", num_ranks, count)
-    plan = make_plan(rule, profile_of(layout), model="m", mesh={})
-    programs = []
+@pytest.mark.parametrize(("num_ranks", "ahead"), [(1, 2), (1, 5), (2, 2)])
+def test_long_windows_gather_alike(rule: str, num_ranks: int, ahead: int):
+    """Of a long window the steady state is there once; what it gathers for the next one comes with it. In a pipeline,
+    gathers go from one to the other also where the stretch that repeats is made and its ends are cut; all can run."""
+    ranks = stage_ranks(FOLD, num_ranks)
+    layout = layout_of(2, ahead) if num_ranks == 1 else pipeline_of(PAIRS, [2] * len(ranks), ranks)
+    schedule = build_schedule("folded_1f1b", num_ranks, 40)
+    plan, programs = make_plan(rule, profile_of(layout), model="m", mesh={}), []
     for rank in range(num_ranks):
         short = build_program(schedule, layout, plan, rank)
         ordered = order_window(plan, schedule, layout, rank=rank)
         whole = ordered.lengthened(ordered.repeats, rank).ordered.program(rank)
         assert short.repeats
+        assert len(short.once) < len(whole)
         assert [replace(each, frees=(), ends=False) for each in short] == whole
+        assert num_ranks > 1 or list(short) == build_programs(schedule, layout, plan)[0]
         validate_program(short, [loss_gradient(layout)], layout)
         programs += list(short)
     simulate(arrays_of(programs, layout, profile_of(layout).times))
@@ -244,14 +211,6 @@ def test_no_barrier_waits_for_them():
     assert simulate(arrays, None, order).seconds == pytest.approx(timeline.seconds)
     computing = sum(each for each, stream in zip(arrays.seconds, arrays.streams, strict=True) if stream == COMPUTE)
     assert timeline.seconds <= computing + 2 * 2e-3, "only the first units wait"
-
-
-def test_a_file_keeps_how_far_and_reads_what_was_written_before():
-    graph = LAYER.forward
-    data = graph_data(graph)
-    assert graph_from("layer", data) == graph
-    data["operators"][0]["ahead"] = True
-    assert graph_from("layer", data).operators[0].ahead == 1
 
 
 def program_of(rule: str, layout: Layout, schedule: Schedule) -> list[Instruction]:
