@@ -13,6 +13,7 @@ from support.graphs import (
     check_whole_and_in_order,
     collective,
     compute,
+    layers_only,
     layout_of,
     linear,
     llama_layer,
