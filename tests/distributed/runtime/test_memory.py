@@ -8,12 +8,10 @@ these as 1F1B has. The first rank of the fold also has the head, which on the li
 there, logits and their gradient come on top, a fifth of a layer here.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from support.marks import slow
 from support.models import VOCABULARY
 from support.pipeline_jobs import runner_of, trainer_of, window_of
 
@@ -23,7 +21,6 @@ from hf_helix.runtime.divided import plain_parameters
 LAYERS, LENGTH = 8, 128
 HEAD = 2 * LENGTH * VOCABULARY * 4
 FEW, MANY = 6, 12  # micro-batches
-TWO_STRANDS = [("folded_1f1b", plan) for plan in ("sequential", "round_robin", "dhelix", "greedy")]
 
 
 @plain_parameters()
@@ -45,7 +42,6 @@ def peaks(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The most bytes of activations and buffers of either rank."""
     folder = str(tmp_path_factory.mktemp("memory"))
 
-    @functools.cache
     def of(schedule: str, plan: str, layers: int = LAYERS, count: int = FEW, axis: str = "pp") -> list[int]:
         helix = {f"{axis}_size": 2, "schedule": schedule}
         model = {"num_hidden_layers": layers, "hidden_size": 64, "intermediate_size": 176}
@@ -55,57 +51,30 @@ def peaks(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
-@pytest.fixture(scope="module")
-def one_strand(peaks: Any) -> int:
-    return peaks("1f1b", "sequential")[0]
-
-
-@pytest.fixture(scope="module")
-def layer(peaks: Any, one_strand: int) -> float:
-    """Bytes that a micro-batch leaves in a layer: four layers more are two more on each rank, for two micro-batches."""
-    return (peaks("1f1b", "sequential", LAYERS + 4)[0] - one_strand) / 4
-
-
-@pytest.fixture(scope="module")
-def at_work(one_strand: int, layer: float) -> float:
-    """What a strand has besides: gradients of the layer that runs backward, and what is on its way between ranks."""
-    result = one_strand - LAYERS * layer
-    assert 0 < result < layer / 2
-    return result
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "plan"), TWO_STRANDS)
-def test_two_strands_keep_one_layer_more_than_one(
-    schedule: str, plan: str, peaks: Any, one_strand: int, layer: float, at_work: float
-) -> None:
-    first, second = peaks(schedule, plan)
-    assert max(first - HEAD, second) <= one_strand + layer + at_work
+def test_two_strands_of_a_pipeline(peaks: Any) -> None:
+    """Under the fold, a layer and what a strand has at work more than 1F1B; under DualPipe-V half a stage more. The
+    number of micro-batches does not enter."""
+    one_strand = peaks("1f1b", "sequential")[0]
+    # What a micro-batch leaves in a layer: four layers more are two more on each rank, for two micro-batches.
+    layer = (peaks("1f1b", "sequential", LAYERS + 4)[0] - one_strand) / 4
+    at_work = one_strand - LAYERS * layer
+    assert 0 < at_work < layer / 2
+    for schedule, plan, more in (
+        *(("folded_1f1b", plan, 1) for plan in ("sequential", "dhelix", "greedy")),
+        ("dualpipe_v", "greedy", LAYERS / 2 / 2 + 1),
+    ):
+        first, second = peaks(schedule, plan)
+        assert max(first - HEAD, second) <= one_strand + more * layer + at_work
+        many = peaks(schedule, plan, count=MANY)
+        assert all(abs(a - b) <= layer for a, b in zip((first, second), many, strict=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", ["sequential", "greedy"])
-def test_dualpipe_v_keeps_half_a_stage_more(
-    plan: str, peaks: Any, one_strand: int, layer: float, at_work: float
-) -> None:
-    half = LAYERS / 2 / 2
-    first, second = peaks("dualpipe_v", plan)
-    assert max(first - HEAD, second) <= one_strand + (half + 1) * layer + at_work
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "plan"), [*TWO_STRANDS, ("dualpipe_v", "greedy"), ("1f1b", "sequential")])
-def test_the_number_of_microbatches_does_not_enter(schedule: str, plan: str, peaks: Any, layer: float) -> None:
-    few, many = peaks(schedule, plan), peaks(schedule, plan, count=MANY)
-    assert all(abs(a - b) <= layer for a, b in zip(few, many, strict=True)), f"{few} {many}, a layer is {layer}"
-
-
-@pytest.mark.parametrize("plan", ["greedy", *(slow(plan) for plan in ("round_robin", "dhelix"))])
-@pytest.mark.parametrize("layers", [5, slow(4)])
-def test_two_strands_on_one_stage(plan: str, layers: int, peaks: Any) -> None:
-    def most(plan: str, layers: int) -> int:
-        return max(peaks("folded_1f1b", plan, layers, 3, "tp"))
-
-    layer = (most("sequential", 5) - most("sequential", 3)) / 2
-    assert layer > 0.05 * most("sequential", 5)
-    assert most(plan, layers) <= most("sequential", layers) + layer
+def test_two_strands_on_one_stage(peaks: Any) -> None:
+    few, one_strand, two_strands = (
+        max(peaks("folded_1f1b", plan, layers, 3, "tp"))
+        for plan, layers in (("sequential", 3), ("sequential", 5), ("greedy", 5))
+    )
+    layer = (one_strand - few) / 2
+    assert layer > 0.05 * one_strand
+    assert two_strands <= one_strand + layer

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-from support.marks import slow
 from support.pipeline_jobs import runner_of, trainer_of, window_of
 
 from hf_helix.measure.memory import memory_limit, operator_memory, peak_bytes
@@ -34,9 +32,9 @@ def used(folder: str, helix: dict[str, Any]) -> tuple[float, int]:
 
 
 @plain_parameters()
-def measured(folder: str, recompute: str) -> dict[str, Any]:
+def measured(folder: str) -> dict[str, Any]:
     """Predicted and counted peaks of this rank by schedule, and the peaks of schedules chosen under a limit."""
-    trainer = trainer_of(folder, {"pp_size": 2, "recompute": recompute}, MODEL)
+    trainer = trainer_of(folder, {"pp_size": 2}, MODEL)
     window = window_of(trainer, COUNT, rows=1, lengths=(128,))
     runner = runner_of(trainer, "sequential", "folded_1f1b")
     profile = measure_profile(runner, window[:4], pairs=False)
@@ -74,9 +72,8 @@ def measured(folder: str, recompute: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("recompute", ["none", slow("full")])
-def test_predictions_are_counted_and_kept_to(recompute: str, cluster_of: Any, tmp_path: Any) -> None:
-    for result in cluster_of(2).run(measured, folder=str(tmp_path), recompute=recompute):
+def test_predictions_are_counted_and_kept_to(cluster_of: Any, tmp_path: Any) -> None:
+    for result in cluster_of(2).run(measured, folder=str(tmp_path)):
         for name in NAMES:  # two strands, which are predicted, hold a layer more than the counted strand
             counted, predicted = result["counted"][name], result["predicted"][name] - result["layer"]
             assert 0.85 * counted <= predicted <= 1.2 * counted
@@ -92,10 +89,9 @@ def test_auto_without_a_measurement_puts_nothing_off_where_memory_is_limited() -
     assert Scheduler("auto", 4)(4) not in [build_schedule(each, 4, 4) for each in NAMES]
 
 
-@pytest.mark.parametrize("option", ["shard_optimizer", slow("shard_parameters")])
-def test_full_gradients_of_sharded_weights_take_memory(option: str, cluster_of: Any, tmp_path: Any) -> None:
-    """Of each parameter: a shard with its gradient and states (16 bytes over the ranks), the full gradient (4), and the
-    full weights of ZeRO-1 (4)."""
-    for taken, count in cluster_of(4).run(used, folder=str(tmp_path), helix={"pp_size": 2, option: True}):
-        expected = (16 / 2 + 4 + 4 * (option == "shard_optimizer")) * count
+def test_full_gradients_of_sharded_weights_take_memory(cluster_of: Any, tmp_path: Any) -> None:
+    """Of each parameter: a shard with its gradient and states (16 bytes over the ranks), the full gradient and the full
+    weights (4 each)."""
+    for taken, count in cluster_of(4).run(used, folder=str(tmp_path), helix={"pp_size": 2, "shard_optimizer": True}):
+        expected = (16 / 2 + 4 + 4) * count
         assert expected <= taken <= 1.05 * expected
