@@ -37,6 +37,14 @@ def samples_of(folder: str, helix: dict[str, Any] | None) -> list[list[int]]:
     return seen
 
 
+def train_twice(folder: str, helix: dict[str, Any]) -> list[float]:
+    """One trainer, two calls of train(): the second goes on with the optimizer of the first."""
+    trainer = jobs.make_trainer(folder, helix, model=model_of(), training={"max_steps": 2})
+    trainer.train()
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
 def windows(**case: Any) -> list[dict[str, Any]]:
     """As `pipeline_jobs.windows`, in small buckets."""
     with buckets_of(SMALL):
@@ -123,6 +131,13 @@ def test_plans_and_schedules_give_the_same_bits(pp: int, dp: int, cluster_of: An
             for name, gradient in run["gradients"].items():
                 if gradient is not None:
                     np.testing.assert_array_equal(gradient, result[0]["gradients"][name], err_msg=f"{name} {case}")
+
+
+def test_two_calls_of_train_go_on_with_the_shared_states(cluster_of: Any, tmp_path: Path) -> None:
+    plain, shared = (
+        cluster_of(2).run(train_twice, folder=str(tmp_path), helix=helix) for helix in ({}, {"shard_optimizer": True})
+    )
+    np.testing.assert_allclose(shared, plain, rtol=0, atol=1e-6)
 
 
 # Who gets which data
