@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from support.marks import slow
 from support.models import tiny
 from support.small_modules import HEAD_DIM, Rotated
 from support.small_traces import check_on_two_ranks, gradients_cut, inferred, traced
@@ -73,7 +72,7 @@ def test_a_call_is_one_operator_whose_queries_and_keys_keep_their_shares() -> No
     [
         (Rotated(), ["rope"]),
         (Learned(), ["rope"]),
-        slow(Interleaved(), ["neg", "neg"]),
+        (Interleaved(), ["neg", "neg"]),
         (TokensFirst(), ["neg", "neg"]),
     ],
     ids=lambda value: type(value).__name__,
