@@ -1,4 +1,7 @@
-"""How many kernels a layer launches: at most what is written here, so that nobody loses what somebody has saved."""
+"""How many kernels a layer launches: at most what is written here, so that nobody loses what somebody has saved.
+
+A norm is one kernel; mistral and mixtral are derived.
+"""
 
 import pytest
 from support.models import tiny
