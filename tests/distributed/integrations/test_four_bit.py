@@ -116,7 +116,7 @@ def resumed(folder: str, helix: dict[str, Any], **options: Any) -> list[float]:
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
-def fine_tune(folder: str, tokenizer: str, helix: dict[str, Any] | None, source: str) -> dict[str, Any]:
+def fine_tune(folder: str, tokenizer: str, helix: dict[str, Any] | None, source: str) -> list[dict[str, Any]]:
     """SFTTrainer reads the base and adds the adapters."""
     from support import sft_jobs  # TRL takes seconds to import
     from transformers import BitsAndBytesConfig
@@ -127,54 +127,25 @@ def fine_tune(folder: str, tokenizer: str, helix: dict[str, Any] | None, source:
     trainer = sft_jobs.make(folder, tokenizer, helix, training, "completions", **options)
     trainer.train()
     trainer.save_model(folder)
-    return {"log": trainer.state.log_history}
-
-
-def prefer(folder: str, tokenizer: str, helix: dict[str, Any] | None) -> dict[str, Any]:
-    """DPOTrainer, with the base as the reference."""
-    from datasets import Dataset
-    from support.models import QUIET
-    from support.sft_jobs import mixed
-    from transformers import AutoTokenizer
-    from trl import DPOConfig, DPOTrainer
-
-    rows = [{"prompt": f"What is {n}?", "chosen": f" It is {2 * n}.", "rejected": f" It is {n}."} for n in range(24)]
-    training = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
-    modes = {"bf16": False, "gradient_checkpointing": False, "learning_rate": 1e-3}
-    model = adapted(four_bit(vocab_size=283, num_hidden_layers=4, max_position_embeddings=512), **LORA)
-    model.get_base_model().is_loaded_in_4bit = False  # or TRL makes the adapters bfloat16
-    options = {
-        "model": model,
-        "args": DPOConfig(output_dir=folder, **QUIET, **training, **modes),
-        "train_dataset": Dataset.from_list(rows),
-        "processing_class": AutoTokenizer.from_pretrained(tokenizer),
-    }
-    trainer = mixed(DPOTrainer, helix, **options)
-    trainer.train()
-    trainer.save_model(folder)
-    return {"log": trainer.state.log_history}
+    return trainer.state.log_history
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("job", "helix"), [(fine_tune, TP), (prefer, PP)])
-def test_trainers_of_trl(job: Any, helix: dict[str, int], cluster_of: Any, tmp_path: Path) -> None:
+def test_the_trainer_of_trl(cluster_of: Any, tmp_path: Path) -> None:
     from support.sft_jobs import VOCABULARY, save_tokenizer
 
     save_tokenizer(tmp_path / "words")
-    given = {"tokenizer": str(tmp_path / "words")}
-    if job is fine_tune:
-        given["source"] = str(tmp_path / "base")
-        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
-        llama(vocab_size=VOCABULARY, max_position_embeddings=512, **sizes).save_pretrained(given["source"])
-    wanted = job(str(tmp_path / "theirs"), helix=None, **given)["log"]
-    for result in cluster_of(2).run(job, folder=str(tmp_path / "ours"), helix=helix, **given):
-        for found, entry in zip(result["log"][:-1], wanted[:-1], strict=True):
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+    llama(vocab_size=VOCABULARY, max_position_embeddings=512, **sizes).save_pretrained(tmp_path / "base")
+    given = {"tokenizer": str(tmp_path / "words"), "source": str(tmp_path / "base")}
+    wanted = fine_tune(str(tmp_path / "theirs"), helix=None, **given)
+    for result in cluster_of(2).run(fine_tune, folder=str(tmp_path / "ours"), helix=TP, **given):
+        for found, entry in zip(result[:-1], wanted[:-1], strict=True):
             both = {key: found[key] for key in entry.keys() & found.keys()}
             assert {"loss", "grad_norm"} <= both.keys()
-            # SFTTrainer's adapters, and their gradients, are in bfloat16.
-            close = {"rel": 1e-2, "abs": 1e-3} if job is fine_tune else {"rel": 1e-4, "abs": 2e-5}
-            assert both == pytest.approx({key: entry[key] for key in both}, **close)
-    compare_adapters(tmp_path / "ours", tmp_path / "theirs", factor=500 if job is fine_tune else 1)
+            # Adapters, and their gradients, are in bfloat16.
+            assert both == pytest.approx({key: entry[key] for key in both}, rel=1e-2, abs=1e-3)
+    compare_adapters(tmp_path / "ours", tmp_path / "theirs", factor=500)
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------
