@@ -36,12 +36,11 @@ from transformers import LlamaConfig, MixtralConfig
 from benchmarks.common import markdown, options_of
 from hf_helix.config import HelixConfig, parse_link
 from hf_helix.doctor.case import Case
-from hf_helix.doctor.peaks import peaks_of_window
+from hf_helix.doctor.memory import peaks_of_window
 from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.doctor.step import profile_of, simulate_plan
 from hf_helix.engine.synthetic import Workload
-from hf_helix.measure.cluster_file import measure_cluster, measure_device, measure_links, waiting_entry
-from hf_helix.measure.links import measure_waiting
+from hf_helix.measure.cluster_file import measure_cluster, measure_device, measure_links, measure_waiting, waiting_entry
 from hf_helix.measure.machine import describe_device
 from hf_helix.measure.memory import peak_bytes
 from hf_helix.measure.overlap import time_steps, transports

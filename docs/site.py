@@ -13,7 +13,7 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
-from hf_helix.cli.main import command_parsers
+from hf_helix.cli import command_parsers
 
 ROOT = Path(__file__).parents[1]
 MEASUREMENTS = ["plan", "tuning", "measure_overlap", "compare_plans", "measure_memory", "trace"]

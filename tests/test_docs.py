@@ -13,7 +13,7 @@ import pytest
 from support.paths import ROOT
 
 import hf_helix
-from hf_helix.cli.main import build_parser
+from hf_helix.cli import build_parser
 from hf_helix.config import PLANS, HelixConfig
 
 README = ROOT / "README.md"

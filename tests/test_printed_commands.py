@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from support.paths import ROOT
 
-from hf_helix.cli.main import build_parser, command_parsers
+from hf_helix.cli import build_parser, command_parsers
 
 PROGRAMS = "hf-helix|accelerate|python|make|pip|torchrun|sbatch|git|pytest"
 COMMAND = rf"\s*((?:[A-Z_]+=\S+ )*(?:sudo env \S+ )?(?:\S*bin/)?(?:{PROGRAMS}) \S.*)"

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common import markdown, options_of
-from hf_helix.cli.common import made_for, schedule_for
+from hf_helix.cli.options import made_for, schedule_for
 from hf_helix.config import RULES
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part

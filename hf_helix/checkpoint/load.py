@@ -23,12 +23,11 @@ from transformers import AutoConfig, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from hf_helix.checkpoint.cut_parameters import materialize
-from hf_helix.checkpoint.peft import adapter_file, adapter_names
 from hf_helix.checkpoint.reader import FLOATS, Checkpoint, Source, match_tensors, persistent_tensors
 from hf_helix.models.causal_lm import build_causal_lm
 from hf_helix.operators.param_shard import COPIED
 from hf_helix.planning.text import shorten_list
-from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks, on_all_ranks
+from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks, decide_on_rank_0, on_all_ranks
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.local_parameters import LocalParameter, local_parameters
 from hf_helix.runtime.rank_units import RankUnits
@@ -322,3 +321,32 @@ def check_pieces(on_meta: Any, pieces: Sequence[str]) -> None:
             "the model cannot be drawn layer by layer; save one that is made whole, and start from its folder "
             "(weights=...)"
         )
+
+
+# -- adapters --------------------------------------------------------------------------------------------------------
+
+FILE = "adapter_model.safetensors"
+
+Names = dict[str, dict[str, str]]
+"""For every adapter, the names of its tensors in its file, each with the name of the weight in the model."""
+
+
+def adapter_file(folder: str | Path, adapter: str) -> Path:
+    """Returns the path of PEFT's file for an adapter."""
+    return Path(folder, FILE) if adapter == "default" else Path(folder, adapter, FILE)
+
+
+def adapter_names(model: Any) -> Names:
+    """Returns the weights that PEFT saves: of adapters, of `modules_to_save`, of trained embeddings. Rank 0 asks.
+    Collective."""
+
+    def ask() -> Names:
+        from peft import get_peft_model_state_dict  # an optional dependency
+
+        own = {name: name for name, _ in model.named_parameters(remove_duplicate=False)}  # PEFT reads the keys only
+        return {
+            adapter: get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter)
+            for adapter in model.peft_config
+        }
+
+    return decide_on_rank_0(ask)

@@ -31,7 +31,7 @@ from hf_helix.checkpoint.files import (
     staged,
     tensors_on_disk,
 )
-from hf_helix.checkpoint.peft import adapter_file, adapter_names
+from hf_helix.checkpoint.load import adapter_file, adapter_names
 from hf_helix.checkpoint.reader import Source, match_tensors, persistent_tensors
 from hf_helix.models.peft import is_peft
 from hf_helix.operators.param_shard import COPIED, Placement

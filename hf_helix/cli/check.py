@@ -2,7 +2,8 @@
 
 In:   a folder, a name on the Hub, a configuration, or the name of a class; sizes of the mesh.
 Out:  a line for each layout: equal, different, refused or failed, with the largest differences.
-      With --operators, the operators of the cut model.
+      With --operators, for every kind of unit the operators of its forward pass in order, and the cuts of its
+      parameters: training runs these operators; the backward pass is derived from them, and a plan orders both.
 Must hold: the processes are started here, on the CPU, unless a launcher did; the status is 1 where a layout is
 different or has failed, or where none was proven.
 """
@@ -15,8 +16,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hf_helix.cli.common import configuration_file
-from hf_helix.cli.options import Command, argument, config_option, option
+from hf_helix.cli.options import Command, argument, config_option, configuration_file, option
 from hf_helix.config import FLOAT8, HelixConfig
 
 if TYPE_CHECKING:
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
     from hf_helix.engine.proof.prove import Subject
     from hf_helix.engine.proof.verdict import Proof
+from collections.abc import Sequence
+
+from hf_helix.operators.param_shard import Placement
+from hf_helix.operators.unit import Unit
 
 
 @dataclass(kw_only=True)
@@ -128,7 +132,6 @@ def _print_operators(subject: Subject, sizes: Mapping[str, Any]) -> None:
     from hf_helix.models.graph.context import ParallelContext
     from hf_helix.models.registry import family_of
     from hf_helix.operators.communication.transport import Axis, SilentTransport
-    from hf_helix.report.operators import text_of_units
 
     if sizes.get("pp_size", 1) > 1:
         raise ValueError("--operators shows layers, which a pipeline leaves whole; leave --pp_size out")
@@ -168,3 +171,35 @@ def _say(proof: Proof, verbose: bool) -> None:
     for line in proof.lines if verbose or proof.trace else ():
         print("  " + line.rstrip().replace("\n", "\n  "))
     sys.stdout.flush()
+
+
+def text_of_units(model: Any, units: Sequence[Unit]) -> str:
+    """Returns the operators of every kind of unit, and the cuts of its parameters."""
+    kinds: dict[str, list[Unit]] = {}
+    for unit in units:
+        kinds.setdefault(unit.graphs.forward.name, []).append(unit)
+    return "\n\n".join(_text_of_kind(model, same) for same in kinds.values())
+
+
+def _text_of_kind(model: Any, same: Sequence[Unit]) -> str:
+    unit = same[0]
+    rows = [
+        (op.name, type(unit.operators[op.name]).__name__, ", ".join(op.reads)) for op in unit.graphs.forward.operators
+    ]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    cuts = [(names[id(parameter)], _cut(parameter, placed)) for parameter, placed in unit.placements.items()]
+    labels = ", ".join(other.label for other in same)
+    return "\n".join([f"{labels}: operators", *_table(rows), f"{labels}: parameters", *_table(cuts)])
+
+
+def _cut(parameter: Any, placed: Placement) -> str:
+    shape = "x".join(map(str, parameter.shape))
+    if placed.dim is None:
+        return f"{shape}, on every rank" + (", gradients summed over the ranks" if placed.sums_gradient else "")
+    blocks = f", in blocks of {', '.join(map(str, placed.blocks))}" if placed.is_fused else ""
+    return f"{shape}, dimension {placed.dim} cut over {placed.mesh_axis}{blocks}"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

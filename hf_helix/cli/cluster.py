@@ -12,8 +12,7 @@ from typing import Any
 
 import yaml
 
-from hf_helix.cli.common import join, start
-from hf_helix.cli.options import Command, config_option, option
+from hf_helix.cli.options import Command, config_option, join, option, start
 from hf_helix.measure.progress import progress_bar
 from hf_helix.planning.timing.cluster import cluster_file, load_cluster, parse_cluster, shipped_clusters
 

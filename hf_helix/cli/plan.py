@@ -8,8 +8,7 @@ Must hold: the file is enough, without torch; saving a slower plan than the fast
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_helix.cli.common import made_for, read_profile, schedule_for
-from hf_helix.cli.options import Command, argument, config_option, option
+from hf_helix.cli.options import Command, argument, config_option, made_for, option, read_profile, schedule_for
 from hf_helix.config import RECOMPUTE, RULES
 from hf_helix.measure.progress import progress_bar
 from hf_helix.planning.plan.bounds import lower_bound

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_helix.cli.common import configuration_file, join, start
-from hf_helix.cli.options import Command, config_option, option
+from hf_helix.cli.options import Command, config_option, configuration_file, join, option, start
 from hf_helix.config import AXES, FLOAT8, OFFLOAD, RECOMPUTE, HelixConfig
 from hf_helix.measure.progress import progress_bar
 from hf_helix.planning.schedule.scheduler import Scheduler

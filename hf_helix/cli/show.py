@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_helix.cli.common import configuration_file, made_for, read_profile, schedule_for
-from hf_helix.cli.options import Command, argument, option
+from hf_helix.cli.options import Command, argument, configuration_file, made_for, option, read_profile, schedule_for
 from hf_helix.cli.plan import plan_by
 from hf_helix.config import AUTO, RECOMPUTE, RULES
-from hf_helix.planning.plan.files import load_plan
 from hf_helix.planning.plan.plan import Plan
+from hf_helix.planning.plan.registry import load_plan
 from hf_helix.planning.schedule.actions import num_microbatches_of
 from hf_helix.planning.schedule.named import PLACEMENT_OF
 from hf_helix.planning.schedule.scheduler import simulate_layers
@@ -25,9 +24,8 @@ from hf_helix.planning.timing.predict import Prediction, predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.timing.profile_file import load_profile
 from hf_helix.report import heatmap, page
-from hf_helix.report.pipeline import text_comparison, text_pipeline, text_ranks
 from hf_helix.report.strands import draw_strips, note_of, strips_of_plans, text_strips
-from hf_helix.report.timeline import bars_of_timeline, text_timeline
+from hf_helix.report.timeline import bars_of_timeline, text_comparison, text_pipeline, text_ranks, text_timeline
 
 TIMES = ("forward", "input", "weight", "transfer", "gain")
 # Options of some kinds of drawings.

@@ -13,8 +13,7 @@ from math import inf, isinf, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_helix.cli.common import configuration_file
-from hf_helix.cli.options import Command, config_option, option
+from hf_helix.cli.options import Command, config_option, configuration_file, option
 from hf_helix.config import (
     AUTO,
     FLOAT8,

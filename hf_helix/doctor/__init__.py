@@ -6,8 +6,7 @@ amounts/      the amounts of operators, counted on the meta device
 estimate      amounts and a cluster -> a profile
 reductions    gradient reductions and gathers of weights, once in a window
 window        the seconds of a window, whole or, for a search, with few layers
-peaks         peak memory of a window, with the buffers of collectives in flight
-memory        the memory of a rank, by part
+memory        the memory of a rank, by part: of weights, of states, and the peak of a window
 step          an optimizer step: time, throughput, memory
 rivals        a step under other ways to train: FSDP, HSDP, ZeRO-2, with the host
 layouts       the search of layouts

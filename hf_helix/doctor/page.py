@@ -17,14 +17,13 @@ import torch
 from hf_helix.config import HelixConfig
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.case import Case
-from hf_helix.doctor.memory import memory_of
-from hf_helix.doctor.peaks import memory_of_window
+from hf_helix.doctor.memory import memory_of, memory_of_window
 from hf_helix.doctor.simulated import amounts_of, kinds_of
 from hf_helix.doctor.step import Step, profile_of, simulate_step
 from hf_helix.doctor.window import Fidelity
 from hf_helix.engine.advice import TYPES
 from hf_helix.engine.synthetic import model_on_meta
-from hf_helix.operators.moe.row_counts import assuming
+from hf_helix.operators.moe import assuming
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.schedule.placement import FRONT
 from hf_helix.planning.schedule.scheduler import Scheduler

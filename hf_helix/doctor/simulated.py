@@ -18,8 +18,16 @@ import torch
 from torch import nn
 
 from hf_helix.config import HelixConfig
-from hf_helix.doctor.amounts.amounts import Amounts, Model, SimulatedStreams, count_amounts, of_slices_alone
-from hf_helix.doctor.amounts.mesh import META, SimulatedMesh, simulated_mesh
+from hf_helix.doctor.amounts.amounts import (
+    META,
+    Amounts,
+    Model,
+    SimulatedMesh,
+    SimulatedStreams,
+    count_amounts,
+    of_slices_alone,
+    simulated_mesh,
+)
 from hf_helix.doctor.amounts.meter import Meter, meta_as
 from hf_helix.doctor.case import Case
 from hf_helix.doctor.estimate import inter_node_axes
@@ -32,7 +40,7 @@ from hf_helix.models.graph.experts import is_experts
 from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
 from hf_helix.models.towers import IMAGES
-from hf_helix.operators.moe.row_counts import assuming
+from hf_helix.operators.moe import assuming
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.vocab_pipeline import FIRST, NEXT, slice_buffers
 from hf_helix.operators.vocab_tiles import whole_logits

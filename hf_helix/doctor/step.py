@@ -13,8 +13,7 @@ from hf_helix.config import AUTO, EVERY_MICROBATCH, OFFLOAD
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.case import ELEMENT, GRADIENT, PARAMETER, Case
 from hf_helix.doctor.estimate import estimate_profile
-from hf_helix.doctor.memory import Memory, held_weights, memory_of
-from hf_helix.doctor.peaks import full_gradients, peaks_of_schedules, peaks_of_window
+from hf_helix.doctor.memory import Memory, full_gradients, held_weights, memory_of, peaks_of_schedules, peaks_of_window
 from hf_helix.doctor.reductions import cast_seconds, with_reductions
 from hf_helix.doctor.window import Drawing, Fidelity, WindowClock, schedule_of, usual_schedules
 from hf_helix.engine.build import FULL_GRADIENTS

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_helix.models.batch_inputs import FORM, SequenceCut, count_targets, forms_of
 from hf_helix.models.registry import family_of
-from hf_helix.operators.moe.dispatch import SHARD_TOKENS
+from hf_helix.operators.moe import SHARD_TOKENS
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.microbatch import MicroBatch
 

@@ -6,7 +6,6 @@ memory         the peak memory of a window
 timing         spans and seconds on the streams of a rank; the stopwatch
 machine        the identity of a machine
 device         rates of a device, for a cluster file
-links          rates of links, slowdowns, and skew at collectives, for a cluster file
-cluster_file   the content of a cluster file
+cluster_file   the content of a cluster file: rates of links, slowdowns, and skew at collectives, too
 progress       progress of long measurements, as callbacks
 """

@@ -17,7 +17,7 @@ import torch
 
 from hf_helix.operators.autograd_operator import Add, SumOfGradients
 from hf_helix.operators.base import Communication, TensorOperator
-from hf_helix.operators.moe.dispatch import RouterMeter
+from hf_helix.operators.moe import RouterMeter
 from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.planning.graph.backward import GraphPair

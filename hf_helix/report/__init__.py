@@ -1,11 +1,9 @@
 """Reports for people, as text, pages and pictures.
 
-timeline      the timeline model: bars of operators on streams; the streams of a window
+timeline      the timeline model: bars of operators on streams; the streams of a window, the ranks of a schedule
 strands       two layers under several plans, on the same time axis
-pipeline      the ranks of a schedule, as text
 heatmap       overlap efficiencies of pairs, and the time of a micro-batch by kind, as text
 page          the same in one HTML file, for a browser
-operators     the operators of a rank and the cuts of its parameters, as text
 comparison    the gain of a plan over others, here and on other links
 live          the figures of the logs
 flops         floating-point operations of a model, peaks of devices

@@ -22,8 +22,7 @@ from hf_helix.planning.timing.predict import Prediction, predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.report.figures import COLOURS, EMPTY, FAINT, INK
 from hf_helix.report.heatmap import text_breakdown, text_heatmap
-from hf_helix.report.pipeline import chunk_of, text_ranks
-from hf_helix.report.timeline import MEANING, Bar, bars_of_timeline, rows_of, summary_of
+from hf_helix.report.timeline import MEANING, Bar, bars_of_timeline, chunk_of, rows_of, summary_of, text_ranks
 
 WIDTH, ROW = 1150, 30  # pixels
 PALETTE = ("#2e6fae", "#6a4c93", "#8fa3b5", "#f2b84b", "#d1603d", "#7a9a4c", "#c2c8cf")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_helix.operators.base import Precision
 from hf_helix.operators.matmul_dtype import CastWeights
-from hf_helix.operators.moe.dispatch import RouterMeter
+from hf_helix.operators.moe import RouterMeter
 from hf_helix.operators.zero.host_shard import arrived
 from hf_helix.operators.zero.zero3 import casts_of
 from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan

@@ -15,9 +15,8 @@ from hf_helix.measure.operators import measure_profile
 from hf_helix.measure.overlap import Overlap, measure_overlap, time_steps
 from hf_helix.measure.progress import Progress, StageProgress, stage_progress
 from hf_helix.operators.communication.emulated_link import bare
-from hf_helix.planning.plan.files import parse_plan
 from hf_helix.planning.plan.plan import Plan
-from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.plan.registry import make_plan, parse_plan
 from hf_helix.planning.schedule.actions import Schedule
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile, rough_profile

@@ -30,7 +30,7 @@ from support.tuning_jobs import hasty
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_helix.config import HelixConfig
-from hf_helix.doctor.amounts.mesh import simulated_mesh
+from hf_helix.doctor.amounts.amounts import simulated_mesh
 from hf_helix.doctor.case import Case as DoctorCase
 from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.doctor.step import simulate_step

@@ -7,8 +7,7 @@ import torch
 from transformers import AutoConfig
 
 from hf_helix.config import HelixConfig
-from hf_helix.doctor.amounts.amounts import Amounts
-from hf_helix.doctor.amounts.mesh import simulated_mesh
+from hf_helix.doctor.amounts.amounts import Amounts, simulated_mesh
 from hf_helix.doctor.case import Case
 from hf_helix.doctor.simulated import Kinds, amounts_of
 from hf_helix.engine.build import declare

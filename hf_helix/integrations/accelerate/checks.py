@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import convert_outputs_to_fp32
+from accelerate.utils.modeling import get_mixed_precision_context_manager
 
 
 def check_accelerator(accelerator: Any, plugin: ParallelismConfig, pp_size: int) -> None:
@@ -77,3 +79,10 @@ def launch_problems(pp_size: int, device: torch.device, full_determinism: bool =
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         return [f"CUDA_LAUNCH_BLOCKING=1 in the environment: unset it, or use pp_size=1: {why}"]
     return []
+
+
+def run_in_mixed_precision(model: Any, accelerator: Any) -> None:
+    """Makes calls of a model run under the autocast of an `Accelerator`, if any, and return fp32."""
+    if accelerator.native_amp:
+        under_autocast = get_mixed_precision_context_manager(True, accelerator.autocast_handler)
+        model.forward = convert_outputs_to_fp32(under_autocast(model.forward))

@@ -29,9 +29,7 @@ from hf_helix.engine.build import RunOptions
 from hf_helix.engine.checks import check_batch
 from hf_helix.engine.engine import Engine
 from hf_helix.engine.microbatches import LossScale
-from hf_helix.integrations.accelerate.checks import check_loader
-from hf_helix.integrations.accelerate.mixed_precision import run_in_mixed_precision
-from hf_helix.integrations.metrics import gather_samples
+from hf_helix.integrations.accelerate.checks import check_loader, run_in_mixed_precision
 from hf_helix.integrations.optimizers import check_optimizer, watch_steps
 from hf_helix.integrations.upstream import check_class, overrides
 from hf_helix.models.batch_inputs import count_targets
@@ -39,7 +37,7 @@ from hf_helix.models.direct_use import Instead
 from hf_helix.models.graph.context import LossTweaks
 from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_number, check_same_on_all_ranks
 from hf_helix.runtime.distributed.groups import control_group
-from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.environment import check_environment
 from hf_helix.runtime.failures.heartbeat import start_watch, watched
 from hf_helix.runtime.notices import say
@@ -326,3 +324,35 @@ def _refuse(name: str, instead: str) -> Callable[..., Any]:
         raise RuntimeError(f"{name} does not go with a model that HelixPlugin.prepare has cut: {instead}")
 
     return refuse
+
+
+# -- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def gather_samples(data: Any, mesh: Mesh, state: Any) -> Any:
+    """Gathers values of samples over the data-parallel ranks, each sample once. Collective over these ranks.
+
+    Args:
+        data: tensors, or lists, tuples and mappings of tensors, with samples along the first dimension.
+        state: Accelerate's gradient state, with the end of the data loader and the size of the last batch.
+    """
+    if isinstance(data, (tuple, list)):
+        return type(data)(gather_samples(item, mesh, state) for item in data)
+    if isinstance(data, Mapping):
+        return type(data)({name: gather_samples(item, mesh, state) for name, item in data.items()})  # type: ignore[call-arg]
+    if mesh.dp_group is not None:
+        data = data.contiguous()
+        blocks = [torch.empty_like(data) for _ in range(mesh.dp_size)]
+        dist.all_gather(blocks, data, group=mesh.dp_group)
+        data = torch.cat([block[None] if block.dim() == 0 else block for block in blocks])
+    # The last batch is padded with samples from the start of the data set.
+    count = _remainder(state) if state.end_of_dataloader else 0
+    return data[:count] if count > 0 else data
+
+
+def _remainder(state: Any) -> int:
+    """Returns the number of samples in the last batch of all ranks. Accelerate 1.15 counts the batch of rank 0 once for
+    every rank that shares the batch.
+    """
+    is_copied = getattr(state.active_dataloader, "submesh_tp", None) is not None
+    return state.remainder // world_size() if is_copied else state.remainder

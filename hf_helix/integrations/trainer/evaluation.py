@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_helix.integrations.metrics import gather_samples
+from hf_helix.integrations.accelerate.loop import gather_samples
 from hf_helix.integrations.trainer.checks import check_evaluation, check_overrides
 from hf_helix.integrations.trainer.stock import TrainerAttributes
 from hf_helix.integrations.upstream import overrides

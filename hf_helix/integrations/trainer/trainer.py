@@ -28,30 +28,32 @@ from hf_helix.engine.build import RunOptions
 from hf_helix.engine.checks import check_sizes
 from hf_helix.engine.engine import Engine
 from hf_helix.engine.recompute import asked_by
+from hf_helix.integrations.accelerate.checks import run_in_mixed_precision
 from hf_helix.integrations.accelerate.foreign_sizes import ForeignConfig
 from hf_helix.integrations.accelerate.launcher import resolve_config
-from hf_helix.integrations.accelerate.mixed_precision import run_in_mixed_precision
 from hf_helix.integrations.accelerate.plugin import HelixPlugin, keep_layout, shared_layout
 from hf_helix.integrations.optimizers import watch_steps
 from hf_helix.integrations.trainer.checkpoints import CheckpointHooks, make_output_dir
 from hf_helix.integrations.trainer.checks import check_arguments, check_trainer
 from hf_helix.integrations.trainer.decisions import CallbackDecisions
 from hf_helix.integrations.trainer.evaluation import EvaluationHooks
-from hf_helix.integrations.trainer.fused_head import cut_fused_head
 from hf_helix.integrations.trainer.hyperparameter_search import SearchHooks
 from hf_helix.integrations.trainer.model_card import write_card
-from hf_helix.integrations.trainer.online import count_batches_once, gathering_once, is_online, settle_generation
-from hf_helix.integrations.trainer.own_loss import has_own_loss
-from hf_helix.integrations.trainer.references import cut_references
+from hf_helix.integrations.trainer.references import cut_fused_head, cut_references
 from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall
 from hf_helix.integrations.trainer.training_step import WindowHooks
 from hf_helix.integrations.trainer.trl import (
     StockSFTTrainer,
+    count_batches_once,
+    gathering_once,
+    has_own_loss,
+    is_online,
     is_read_by_slices,
     is_sft,
     model_options,
     precompute_once,
     settle_arguments,
+    settle_generation,
 )
 from hf_helix.integrations.upstream import check_class, overrides
 from hf_helix.measure.overlap import Overlap

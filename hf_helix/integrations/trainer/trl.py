@@ -1,26 +1,36 @@
-"""TRL's trainers under `HelixTrainerMixin`: their arguments, and the figures that `SFTTrainer` logs.
+"""TRL's trainers under `HelixTrainerMixin`: their arguments, figures that `SFTTrainer` logs, and generated data.
 
 In:   the arguments of a trainer's constructor; the outputs of the cut model.
 Out:  the arguments as the class settles them; the figures of SFTTrainer's own `compute_loss`.
 Must hold: where the loss of SFTTrainer is the built-in one, `SFTTrainer.compute_loss`, which computes the same loss and
-figures for the logs, need not be called. TRL is not imported.
+figures for the logs, need not be called. The built-in loss, which is computed within the plan, is that of causal
+language models, and nothing else. Trainers that generate their data (GRPO, RLOO, distillation) slice a generation batch
+by processes, and gather rewards and figures over processes: the data-parallel ranks are these processes. Ranks that
+share a batch have the same slice and draw alike; figures count every batch once. TRL is not imported.
 """
 
+import contextlib
+import copy
+import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments, set_seed
 
-from hf_helix.integrations.metrics import gather_samples
+from hf_helix.integrations.accelerate.loop import gather_samples
 from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall
 from hf_helix.models.batch_inputs import count_targets
-from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.models.causal_lm import has_causal_head
+from hf_helix.models.model_code import has_head_beside, has_stock_loss
+from hf_helix.models.peft import base_of
+from hf_helix.models.registry import REGISTERED
+from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 
 _MODULE = "trl.trainer.sft_trainer"
 SFT_TRAINER = f"{_MODULE}.SFTTrainer"
@@ -152,3 +162,115 @@ class StockSFTTrainer(StockTrainer):
         entries = {name: float((sums / targets.clamp(min=1)).mean()) for name, sums in means.items()}
         entries["num_tokens"] = int(self._tokens)
         return entries if training else {f"eval_{name}": value for name, value in entries.items()}
+
+
+# -- losses of the user's own ----------------------------------------------------------------------------------------
+
+
+def has_own_loss(trainer: Any, model: Any, compute_loss_func: Any) -> bool:
+    """Returns whether a trainer with its arguments, or its model before the cut, computes a loss other than the
+    next-token loss of Transformers."""
+    owner = next(base for base in type(trainer).__mro__ if "compute_loss" in vars(base))
+    is_sft = name_of(owner) == SFT_TRAINER
+    if (owner is not Trainer and not is_sft) or compute_loss_func is not None:
+        return True
+    if is_sft and (settle_routers(trainer.args, model) or trainer.args.loss_type != "nll"):
+        return True
+    base = base_of(model)
+    is_declared = type(base).__name__ in REGISTERED
+    return not has_causal_head(base) or not has_stock_loss(base) or (not is_declared and has_head_beside(base))
+
+
+# -- trainers that generate their data -------------------------------------------------------------------------------
+
+_MODULES = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer", "trl.trainer.distillation_trainer")
+_GATHERING = ("gather", "gather_object")
+_SIZE = "generation_batch_size"
+
+
+def is_online(kind: type) -> bool:
+    """Returns whether a class of trainers generates its data."""
+    return hasattr(kind, "_generate_and_score_completions")
+
+
+def settle_generation(call: TrainerCall, ranks_per_batch: int) -> None:
+    """Divides the generation batch, which TRL counts for every process, by the ranks that share a batch.
+
+    The training arguments belong to the user, so the trainer gets a copy.
+
+    Raises:
+        ValueError: the rest does not hold whole groups of generations; or vLLM would generate.
+    """
+    args = copy.copy(call.get("args"))
+    if getattr(args, "use_vllm", False):
+        raise ValueError("use_vllm=True: use use_vllm=False; weights of a cut model are not copied to vLLM yet")
+    if not hasattr(args, _SIZE):
+        return
+    size = getattr(args, _SIZE) // ranks_per_batch
+    if size % args.num_generations:
+        raise ValueError(
+            f"num_generations={args.num_generations} does not divide a generation batch of {size} (per_device_train_"
+            f"batch_size * steps_per_generation * data-parallel ranks, with {ranks_per_batch} ranks to a batch); use "
+            f"per_device_train_batch_size={args.num_generations}, or a multiple"
+        )
+    setattr(args, _SIZE, size)
+    call.set("args", args)
+
+
+def count_batches_once(trainer: Any, ranks_per_batch: int) -> None:
+    """Makes data-parallel ranks the processes that a trainer sees, and seeds each like one."""
+    trainer.accelerator = _OnceEachBatch(trainer.accelerator, ranks_per_batch)
+    set_seed(trainer.args.seed + rank() // ranks_per_batch)  # as `set_seed(seed, device_specific=True)` does
+
+
+@contextlib.contextmanager
+def gathering_once(ranks_per_batch: int) -> Iterator[None]:
+    """Returns the context in which TRL's `gather` and `gather_object` return the values of every batch once."""
+    modules: list[Any] = [sys.modules[name] for name in _MODULES if name in sys.modules]
+    before = [
+        (module, name, getattr(module, name)) for module in modules for name in _GATHERING if hasattr(module, name)
+    ]
+    for module, name, stock in before:
+        once: Callable[..., Any] = _gather_once if name == "gather" else _gather_objects_once
+        setattr(module, name, functools.partial(once, stock, ranks_per_batch))
+    try:
+        yield
+    finally:
+        for module, name, stock in before:
+            setattr(module, name, stock)
+
+
+class _OnceEachBatch:
+    """An `Accelerator` whose processes are the data-parallel ranks; everything else is the Accelerator's own."""
+
+    def __init__(self, accelerator: Any, ranks_per_batch: int) -> None:
+        vars(self).update(stock=accelerator, ranks_per_batch=ranks_per_batch)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stock, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.stock, name, value)
+
+    @property
+    def num_processes(self) -> int:
+        """The number of data-parallel ranks."""
+        return int(self.stock.num_processes) // self.ranks_per_batch
+
+    @property
+    def process_index(self) -> int:
+        """The data-parallel rank."""
+        return int(self.stock.process_index) // self.ranks_per_batch
+
+    def gather(self, value: Any) -> Any:
+        """Returns the values of every batch once."""
+        return _gather_once(self.stock.gather, self.ranks_per_batch, value)
+
+
+def _gather_once(gather: Callable[[Any], Any], ranks_per_batch: int, value: Any) -> Any:
+    """Returns the values of every batch, gathered over all ranks in order; as many of each rank."""
+    return torch.cat(gather(value).chunk(world_size())[::ranks_per_batch])
+
+
+def _gather_objects_once(gather: Callable[[Any], Any], ranks_per_batch: int, values: Any) -> list[Any]:
+    return [value for mine in gather([values])[::ranks_per_batch] for value in mine]

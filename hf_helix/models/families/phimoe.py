@@ -22,7 +22,7 @@ from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.graph.experts import check_expert_count, declare_experts, expert_side_inputs
 from hf_helix.operators.base import Tensors
-from hf_helix.operators.moe.dispatch import COUNTED, RouterMeter
+from hf_helix.operators.moe import COUNTED, RouterMeter
 from hf_helix.operators.unit import Unit
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, __version__
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.experts import counted_in
 from hf_helix.operators.base import Tensors
-from hf_helix.operators.moe.dispatch import COUNTED, RouterMeter, counted_tokens
+from hf_helix.operators.moe import COUNTED, RouterMeter, counted_tokens
 
 BALANCE = "balance"
 """The value that enters and leaves every unit."""

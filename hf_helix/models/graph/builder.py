@@ -23,7 +23,7 @@ from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.explicit import Explicit, RmsNorm
 from hf_helix.operators.linears.four_bit import FourBit
 from hf_helix.operators.linears.linear import Linear, Projection
-from hf_helix.operators.moe.dispatch import RouterMeter
+from hf_helix.operators.moe import RouterMeter
 from hf_helix.operators.param_shard import COPIED, COPIED_SUMMED, CUT_DIM_0, CUT_DIM_1, Placement, cut_bounds
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.vocab_parallel import TokenStatistics, cross_entropy, lookup, noisy

@@ -15,7 +15,7 @@ from torch.nn import functional
 from hf_helix.operators.base import OperatorContext, SplitComputation, Tensors
 from hf_helix.operators.linears.accumulate import DEVICES, add_product, started_gradient
 from hf_helix.operators.linears.linear import SMALL
-from hf_helix.operators.moe.row_counts import RowCounts
+from hf_helix.operators.moe import RowCounts
 
 Sizes = Tensor | list[int] | None
 """The rows of every expert: where they end, for the device; how many, for the host; None where all have as many."""

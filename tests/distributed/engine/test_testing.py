@@ -14,7 +14,7 @@ from support.models import made, tiny
 from transformers import LlamaConfig, MixtralConfig, Qwen3Config
 
 from hf_helix import HelixConfig
-from hf_helix.cli.main import main
+from hf_helix.cli import main
 from hf_helix.engine.proof.prove import Subject
 from hf_helix.runtime.distributed import groups
 from hf_helix.runtime.distributed.mesh import forget_meshes

@@ -13,7 +13,7 @@ from support.forked_ranks import fork_ranks, logs_of
 from support.marks import slow
 from transformers import LlamaConfig
 
-from hf_helix.cli import common, main
+from hf_helix.cli import main, options
 from hf_helix.cli import plan as plan_command
 from hf_helix.planning.plan import search
 from hf_helix.planning.timing.profile_file import load_profile
@@ -93,7 +93,7 @@ def test_the_command_starts_as_many_processes_as_the_mesh_needs(
 ) -> None:
     """By torchrun, each with what the command was given."""
     called: list[list[str]] = []
-    monkeypatch.setattr(common.subprocess, "call", lambda words, env: called.append(words) or 0)
+    monkeypatch.setattr(options.subprocess, "call", lambda words, env: called.append(words) or 0)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     given = {"--tp_size": "2", "--pp_size": "3", "--microbatches": "5", "--output": "there.json"}
     run("profile", "--model", model_folder, *(word for pair in given.items() for word in pair), "--bf16")

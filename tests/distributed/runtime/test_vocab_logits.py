@@ -15,7 +15,7 @@ from trl.kernels import ChunkedLogProbFunction
 from trl.trainer import utils as trl_utils
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
-from hf_helix.integrations.trainer.fused_head import cut_fused_head
+from hf_helix.integrations.trainer.references import cut_fused_head
 from hf_helix.operators import vocab_logits
 from hf_helix.operators.communication.transport import Axis, GlooTransport
 from hf_helix.operators.param_shard import Placement, cut_bounds

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from support.models import llama
 
-from hf_helix.cli.main import main
+from hf_helix.cli import main
 
 LENGTH, TOKENS = 9, 36  # two micro-batches of two sequences
 MODEL = {"num_hidden_layers": 2}

@@ -16,7 +16,7 @@ from support.cluster import Cluster
 
 from hf_helix.cli.cluster import written
 from hf_helix.config import HelixConfig
-from hf_helix.measure import cluster_file, device, links
+from hf_helix.measure import cluster_file, device
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.cluster import load_cluster
 from hf_helix.runtime.distributed.mesh import forget_meshes, mesh_of
@@ -27,10 +27,10 @@ LEAST = {
     (device, "KEYS"): (128,),
     (device, "ELEMENTS"): (4096, 65536),
     (device, "OPERANDS"): {"cpu": 1 << 20},
-    (links, "SIZES"): (256, 65536, 262144),
-    (links, "SECONDS"): {"cpu": 0.01},
-    (links, "SKEW_ROUNDS"): 3,
-    (links, "BYTES"): {"cpu": (2048, 65536)},
+    (cluster_file, "SIZES"): (256, 65536, 262144),
+    (cluster_file, "SECONDS"): {"cpu": 0.01},
+    (cluster_file, "SKEW_ROUNDS"): 3,
+    (cluster_file, "BYTES"): {"cpu": (2048, 65536)},
     (cluster_file, "BUDGET"): {"cpu": 0.001},
 }
 """As little as can be measured."""
@@ -86,8 +86,8 @@ def waiting(least: float, most: float) -> float:
     streams = make_streams(torch.device("cpu"))
     try:
         work = mock.Mock(side_effect=lambda: time.sleep(drawn.uniform(least, most)))
-        with mock.patch.object(links, "decoder_work", return_value=work):
-            return links.measure_waiting(mesh_of(HelixConfig(tp_size=2), "cpu").tp, streams, torch.device("cpu"))
+        with mock.patch.object(cluster_file, "decoder_work", return_value=work):
+            return cluster_file.measure_waiting(mesh_of(HelixConfig(tp_size=2), "cpu").tp, streams, torch.device("cpu"))
     finally:
         streams.close()
         forget_meshes()

@@ -6,7 +6,7 @@ import pytest
 from transformers import Gemma2Config, LlamaConfig, MixtralConfig
 
 from hf_helix import testing
-from hf_helix.cli.main import main
+from hf_helix.cli import main
 from hf_helix.engine.proof.verdict import Proof
 
 

@@ -16,8 +16,7 @@ from hf_helix.config import RULES
 from hf_helix.planning.graph.recompute import recompute_profile
 from hf_helix.planning.plan import search
 from hf_helix.planning.plan.baselines import dhelix
-from hf_helix.planning.plan.files import load_plan
-from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.plan.registry import load_plan, make_plan
 from hf_helix.planning.schedule import auto
 from hf_helix.planning.schedule.named import build_schedule
 from hf_helix.planning.timing.predict import predict

@@ -10,9 +10,8 @@ import pytest
 from huggingface_hub import constants
 
 from hf_helix import __version__
-from hf_helix.cli import main
-from hf_helix.cli.common import configuration_file
-from hf_helix.cli.main import COMMANDS, EXAMPLES, build_parser, command_parsers
+from hf_helix.cli import COMMANDS, EXAMPLES, build_parser, command_parsers, main
+from hf_helix.cli.options import configuration_file
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:

@@ -15,8 +15,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 from support.marks import slow
 from support.paths import ROOT
 
+from hf_helix.cli import main
 from hf_helix.cli.doctor import parse_count
-from hf_helix.cli.main import main
 from hf_helix.cli.simulate import SimulateCommand
 from hf_helix.config import HelixConfig
 from hf_helix.planning.plan import search

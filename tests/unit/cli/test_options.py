@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_helix.cli import main
-from hf_helix.cli.main import COMMANDS
+from hf_helix.cli import COMMANDS, main
 from hf_helix.cli.options import Command, config_option
 from hf_helix.cli.profile import ProfileCommand
 from hf_helix.cli.simulate import SimulateCommand

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_helix.doctor.peaks import held_until_over, held_until_waited
+from hf_helix.doctor.memory import held_until_over, held_until_waited
 from hf_helix.planning.graph.operator import Kind, Operator
 from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, Instruction
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.dispatched import Calls
 
-from hf_helix.doctor.amounts import made
-from hf_helix.doctor.amounts.made import made_on_meta
+from hf_helix.doctor.amounts import meter
+from hf_helix.doctor.amounts.meter import made_on_meta
 
 aten = torch.ops.aten
 
@@ -44,7 +44,7 @@ def described(result: Any) -> list[Any]:
 
 @pytest.mark.parametrize("name", MAKES)
 def test_what_is_made_again_is_as_torch_makes_it(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(made, "_made", {})
+    monkeypatch.setattr(meter, "_made", {})
     function, args, kwargs = MAKES[name]
     expected = described(function(*args(), **kwargs))
     made_on_meta(function, args(), kwargs)
@@ -103,7 +103,7 @@ def test_views_and_what_values_decide_are_never_made_again(function: Any, args: 
 def test_what_writes_to_its_first_argument_alone_runs_once(
     function: Any, args: Any, runs: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(made, "_written", set())
+    monkeypatch.setattr(meter, "_written", set())
     expected = described(function(*args()))
     made_on_meta(function, args(), {})
     arguments = args()

@@ -9,7 +9,7 @@ import pytest
 from support.simulated import case_of, counted, on_meta
 
 from hf_helix.doctor.amounts.amounts import Amounts
-from hf_helix.doctor.peaks import Peak, memory_of_program, peaks_of_schedules
+from hf_helix.doctor.memory import Peak, memory_of_program, peaks_of_schedules
 from hf_helix.doctor.reductions import gradient_sums
 from hf_helix.doctor.step import layout_of
 from hf_helix.planning.graph.operator import Part

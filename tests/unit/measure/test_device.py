@@ -9,9 +9,15 @@ import torch
 from hf_helix.doctor.amounts.meter import MATMUL, OTHER, Kernel, Transfer, attention_kernel
 from hf_helix.doctor.estimate import Ring, kernel_seconds, transfer_seconds
 from hf_helix.measure import device, timing
-from hf_helix.measure.cluster_file import attention_curve, count_nodes, efficiency_curve
+from hf_helix.measure.cluster_file import (
+    METHODS,
+    TimedCollective,
+    attention_curve,
+    count_nodes,
+    efficiency_curve,
+    link_entry,
+)
 from hf_helix.measure.device import HEAD_SIZE, HEADS, attention_work
-from hf_helix.measure.links import METHODS, TimedCollective, link_entry
 from hf_helix.planning.timing.cluster import Cluster, parse_cluster
 from hf_helix.runtime.streams import CpuStreams
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_helix.cli.main import main
+from hf_helix.cli import main
 from hf_helix.models.causal_lm import causal_lm_classes
 from hf_helix.models.census import (
     FAILED,

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from hf_helix.operators.base import OperatorContext, explicit_gradients
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.linears.grouped_linear import GroupedLinear
-from hf_helix.operators.moe.dispatch import (
+from hf_helix.operators.moe import (
     COUNTED,
     SHARD_TOKENS,
     PermuteToCapacity,

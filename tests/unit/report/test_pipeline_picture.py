@@ -6,7 +6,7 @@ from hf_helix.planning.schedule.actions import parse_schedule
 from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.schedule.placement import stage_ranks
 from hf_helix.planning.schedule.slot_clock import Costs, Simulated, simulate_schedule
-from hf_helix.report.pipeline import text_pipeline
+from hf_helix.report.timeline import text_pipeline
 
 
 def simulated(name: str = "folded_1f1b", num_ranks: int = 2, num_microbatches: int = 4, **options: float) -> Simulated:

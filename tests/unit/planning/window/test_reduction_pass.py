@@ -4,13 +4,13 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from hf_helix.planning.plan.files import parse_plan
 from support.graphs import SMALL, UNTILED, layout_of, loss_gradient, profile_of, schedule_of, timeline_of
 
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.plan import search as searching
 from hf_helix.planning.plan.bounds import lower_bound
-from hf_helix.planning.plan.files import parse_plan
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.plan.search import defer_weight_gradients, greedy
 from hf_helix.planning.timing.predict import predict

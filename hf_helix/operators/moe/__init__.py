@@ -1,1 +1,0 @@
-"""Mixtures of experts: tokens to the ranks of their experts, and back."""
