@@ -86,7 +86,7 @@ QUICK: dict[str, Case] = {
     "dualpipe_v": {**PIPELINES["dualpipe_v rank 1"], "tp_size": 2, "rank": 3},
 }
 
-COUNTS = {"moe/row_counts.py:HostCopy.numbers tolist": 2 * MICROBATCHES}
+COUNTS = {"operators/moe.py:HostCopy.numbers tolist": 2 * MICROBATCHES}
 """Waits of the host for dropless experts, once in each of two layers for every micro-batch."""
 
 
