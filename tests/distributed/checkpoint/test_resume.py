@@ -19,6 +19,7 @@ from support.cluster import JobFailed
 from support.marks import slow
 from support.models import arguments, llama, sequences
 from support.resume_jobs import make, run
+from torch import nn
 from transformers import Trainer
 
 from hf_helix import HelixConfig, HelixTrainerMixin
@@ -74,6 +75,24 @@ def push(folder: str, helix: dict[str, Any] | None) -> list[dict[str, Any]]:
 def state_of(checkpoint: Path) -> dict[str, Any]:
     """Contents of `trainer_state.json`."""
     return json.loads((checkpoint / "trainer_state.json").read_text())  # type: ignore[no-any-return]
+
+
+class Gated(nn.Module):
+    """A norm with a parameter that has no dimension."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.gate = norm, nn.Parameter(torch.tensor(1.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gate * self.norm(x)
+
+
+def with_gates(**changes: Any) -> Any:
+    model = llama(**changes)
+    for layer in model.model.layers:
+        layer.input_layernorm = Gated(layer.input_layernorm)
+    return model
 
 
 # -- the tests --------------------------------------------------------------------------------------------------------
@@ -162,6 +181,25 @@ def test_the_same_layout_goes_on_bit_for_bit(layout: str, runs: Any, cluster_of:
 def test_another_layout_goes_on(before: str, after: str, runs: Any, cluster_of: Any, tmp_path: Path) -> None:
     saved, expected = runs(before)
     for mine in cluster_of(2).run(f"{JOB}run", folder=str(tmp_path), resume=str(saved), **options_of(after)):
+        goes_on(mine, expected[0])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "optim"),
+    [("dp2 ZeRO-1", "dp2", "adagrad"), ("dp2 ZeRO-3", "dp2 ZeRO-1", "adamw_torch"), ("dp2", "dp2 ZeRO-3", "adagrad")],
+)
+def test_states_of_parameters_without_a_dimension(
+    before: str, after: str, optim: str, cluster_of: Any, tmp_path: Path
+) -> None:
+    """They are shared out, saved and loaded as those of others; counts of steps are not."""
+    model = {"family": f"{__name__}:with_gates"}
+
+    def job(name: str, layout: str) -> dict[str, Any]:
+        return {"folder": str(tmp_path / name), "model": model, **options_of(layout, optim=optim)}
+
+    expected = cluster_of(2).run(f"{JOB}run", **job("whole", before))
+    saved = str(tmp_path / "whole" / "checkpoint-2")
+    for mine in cluster_of(2).run(f"{JOB}run", resume=saved, **job("rest", after)):
         goes_on(mine, expected[0])
 
 

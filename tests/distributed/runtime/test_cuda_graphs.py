@@ -236,7 +236,6 @@ def same(result: list[Any], wanted: list[Any]) -> bool:
     "options",
     [
         pytest.param({"tp": 2, "autocast_dtype": torch.bfloat16}, id="tp2 bf16"),
-        pytest.param({"cp": 2}, id="cp2"),
         pytest.param({"family": "gpt2", "model": {"n_inner": 32}}, id="tied weights"),
     ],
 )
@@ -483,12 +482,6 @@ def test_graphs_end_before_the_process_groups(monkeypatch: Any) -> None:
         dist.destroy_process_group()
     graphs._release_before_groups.cache_clear()
     assert order == ["graph", "groups"]
-
-
-def test_the_trainer_learns_the_same(tmp_path: Path) -> None:
-    recorder = FakeRecorder()
-    assert learn(str(tmp_path), None) == learn(str(tmp_path), recorder)
-    assert [graph.replays for graph in recorder.graphs] == [4]
 
 
 @pytest.mark.parametrize(("option", "said"), [(True, 1), ("auto", 0)])
