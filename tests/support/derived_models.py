@@ -1,13 +1,11 @@
 """Tiny models whose families are derived. Named "support.derived_models:function" for `tiny`."""
 
 import functools
-import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
-from support.models import VOCABULARY, llama, made
+from support.models import VOCABULARY, made
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -17,7 +15,6 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
-    LlamaForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Phi3Config,
@@ -25,7 +22,6 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
 )
-from transformers.models.gemma2 import modeling_gemma2
 
 from hf_helix.models.small_config import default_config
 
@@ -129,21 +125,6 @@ TEXT_PARTS = ("qwen3_5_text", "gemma3_text", "llava_text", "kimi_text")
 """The functions of classes with towers beside their text."""
 
 
-def patched(patch: str, **changes: Any) -> Gemma2ForCausalLM:
-    """A Gemma 2 with code in the place of its own, see `PATCHES`."""
-    model = gemma2(**changes)
-    for number, layer in enumerate(model.model.layers):
-        PATCHES[patch](layer, number)
-    return model
-
-
-def patched_llama(**changes: Any) -> LlamaForCausalLM:
-    """A declared class with code in the place of its own on one instance, which is therefore derived."""
-    model = llama(**changes)
-    of_instance(model.model.layers[0], 0)
-    return model
-
-
 def by_length(**changes: Any) -> Gemma2ForCausalLM:
     """A Gemma 2 that was patched to compute something that depends on how many tokens it is given at once."""
     model = gemma2(**changes)
@@ -154,53 +135,3 @@ def by_length(**changes: Any) -> Gemma2ForCausalLM:
 
 def _by_length(before: Any, x: Any) -> Any:
     return before(x) + x.shape[1] / 8
-
-
-def halved(self: Any, x: Any) -> Any:
-    return 0.5 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-def of_instance(layer: Any, number: int) -> None:
-    layer.mlp.forward = types.MethodType(halved, layer.mlp)
-
-
-def by_number(layer: Any, number: int) -> None:
-    """One code, which closes over what differs from layer to layer."""
-    before, factor = layer.mlp.forward, 2.0 + number
-    layer.mlp.forward = lambda x: factor * before(x)
-
-
-def of_layer(layer: Any, number: int) -> None:
-    before = layer.forward
-
-    def forward(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        return hidden_states + 0.5 * before(hidden_states, *args, **kwargs)
-
-    layer.forward = forward
-
-
-class Gated(modeling_gemma2.Gemma2MLP):
-    """Another class in the place of the model's."""
-
-    def forward(self, x: Any) -> Any:
-        return self.down_proj(self.act_fn(self.gate_proj(x) * self.up_proj(x)))
-
-
-def of_class(layer: Any, number: int) -> None:
-    layer.mlp.__class__ = Gated
-
-
-def called(layer: Any, number: int) -> None:
-    """Norms and activations run as they are."""
-    norm, act = layer.post_feedforward_layernorm, layer.mlp.act_fn
-    norm.forward = lambda x: 0.25 * type(norm).forward(norm, x)
-    act.register_forward_hook(lambda _, __, result: 2 * result)
-
-
-PATCHES: dict[str, Callable[[Any, int], None]] = {
-    "instance": of_instance,
-    "number": by_number,
-    "layer": of_layer,
-    "class": of_class,
-    "called": called,
-}

@@ -42,7 +42,6 @@ OPTIONS: dict[str, Any] = {
 SINCE = {
     "aria": since("5.18", "Aria's experts in tensors of three dimensions"),
     "muse_spark": since("5.20", "MuseSparkExperts"),
-    "beam": since("5.21", "BeamExperts"),
 }
 """Families whose experts came, or came to their form, after the oldest Transformers that is supported."""
 

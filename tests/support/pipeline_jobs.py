@@ -1,6 +1,6 @@
 """Windows through a pipeline, and the same through the unsplit model."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.checkpoint.cut_parameters import full_parameter
 from hf_helix.engine.microbatches import WindowMaker
 from hf_helix.measure.overlap import trace_window
-from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.schedule.slot_clock import stage_costs
@@ -26,8 +25,6 @@ DECLARED = ("llama", "gpt2", "phimoe")
 """Families without a proof on first use; the verdict on any other is kept in the cache of the session."""
 
 Batch = dict[str, Tensor]
-Step = tuple[str, int, int, str, str]
-"""A computation that ran: part, micro-batch, virtual stage, unit, operator. The part is F, W, or I for any other."""
 
 
 def batches_of(
@@ -121,14 +118,18 @@ def windows(
 
 
 def events_of_window(
-    folder: str, helix: dict[str, Any], num_microbatches: int, without: Sequence[str] = ()
+    folder: str,
+    helix: dict[str, Any],
+    num_microbatches: int,
+    without: Sequence[str] = (),
+    model: dict[str, Any] | None = None,
 ) -> list[tuple[str, str]]:
     """What this rank runs, issues and waits for in a window.
 
     Args:
         without: what its plan must not use, see `ablate`.
     """
-    trainer = trainer_of(folder, helix, {})
+    trainer = trainer_of(folder, helix, model or {})
     runner = ablated(trainer.helix.runner, without) if without else trainer.helix.runner
     events = trace_window(runner, window_of(trainer, num_microbatches, 2, (9,))).events
     runner.executor.streams.close()
@@ -176,22 +177,3 @@ def trainer_of(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> Hel
     trainer = make(folder, {"plan": "sequential", **helix}, model)
     trainer.model.train()
     return trainer
-
-
-def steps_of(runner: Runner, events: Iterable[tuple[str, str]]) -> list[Step]:
-    """The computations of a trace in the order in which they ran."""
-    layout = runner.layout
-    stages = {unit: rank_units for rank_units, chunk in layout.chunks.items() for unit in chunk}
-    units = {unit.label: index for index, unit in runner.rank_units.units.items()}
-    result = []
-    for verb, label in events:
-        if verb != "run":
-            continue
-        strand, _, rest = label.partition(".")
-        name = next(name for name in units if rest.startswith(f"{name}."))
-        operator = rest.removeprefix(f"{name}.")
-        pair = layout.graphs[layout.units[units[name]]]
-        part = (pair.forward if strand[0] == "F" else pair.backward)[operator].part
-        letter = part.value if part in (Part.F, Part.W) else "I"
-        result.append((letter, int(strand[1:]), stages[units[name]], name, operator))
-    return result

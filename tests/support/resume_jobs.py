@@ -66,4 +66,4 @@ def make(folder: str, helix: dict[str, Any] | None, freeze_later: Sequence[str] 
 
 
 def digest(value: torch.Tensor) -> str:
-    return hashlib.sha256(value.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(value.detach().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()

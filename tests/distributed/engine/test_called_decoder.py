@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import marks
+from support.marks import slow
 from support.models import tiny
 from torch.nn import functional
 
@@ -108,58 +108,40 @@ TIED = {"tie_word_embeddings": True}
 MIXTURE, SPARSE, PHIMOE = {"family": "mixtral"}, {"family": "qwen3_moe"}, {"family": "phimoe"}
 
 
-def case(ranks: int, slow: bool = True, **options: Any) -> Any:
-    return marks.slow(ranks, options, when=slow, id=str(options))
+TP, PP, CP, EP = ({f"{axis}_size": 2} for axis in ("tp", "pp", "cp", "ep"))
+DROPPING = {"family": "gpt2", "resid_pdrop": 1.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options"),
+    ("ranks", "helix", "options"),
     [
-        case(2, slow=False, helix={"tp_size": 2}, **TIED),
-        case(2, slow=False, helix={"pp_size": 2}, padded=True),
-        case(
-            2,
-            slow=False,
-            helix={"tp_size": 2},
-            rule="modes",
-            family="gpt2",
-            resid_pdrop=1.0,
-            attn_pdrop=0.0,
-            embd_pdrop=0.0,
-        ),
-        case(2, helix={"tp_size": 2}, rule="twice"),
-        case(2, helix={"pp_size": 2}, rule="twice"),
-        case(2, helix={"pp_size": 2}, **TIED),
-        case(2, helix={"cp_size": 2}, padded=True),
-        case(2, helix={"cp_size": 2}, **TIED),
-        case(2, helix={"shard_optimizer": True}),
-        case(2, helix={"pp_size": 2, "offload": "optimizer"}),
-        case(2, helix={"shard_parameters": True}, **TIED),
-        case(2, helix={"shard_parameters": True, "reduce_gradients": "microbatch"}),
-        case(2, helix={"tp_size": 2}, lora={}),
-        case(4, helix={"tp_size": 2, "pp_size": 2}),
-        case(4, helix={"tp_size": 2, "pp_size": 2, "schedule": "1f1b"}),
-        case(4, helix={"tp_size": 2, "cp_size": 2}, padded=True),
-        case(4, helix={"tp_size": 2, "shard_parameters": True}),
-        case(4, helix={"pp_size": 2, "shard_optimizer": True}, **TIED),
-        *(case(2, helix={name: 2}, rule="distilled") for name in ("tp_size", "pp_size", "cp_size")),
-        *(case(2, helix={name: 2}, rule="routed", **MIXTURE) for name in ("tp_size", "cp_size", "ep_size")),
-        case(2, helix={"pp_size": 2}, rule="routed", **MIXTURE),
-        case(2, slow=False, helix={"pp_size": 2}, rule="routed", num_hidden_layers=4, **PHIMOE),
-        case(2, helix={"tp_size": 2}, rule="both", padded=True, **SPARSE),
-        case(2, helix={"pp_size": 2, "recompute": "full"}, rule="both", **PHIMOE),
-        case(4, helix={"tp_size": 2, "pp_size": 2}, rule="distilled", padded=True),
-        case(4, helix={"tp_size": 2, "pp_size": 2}, rule="both", padded=True, **MIXTURE),
-        case(4, helix={"tp_size": 2, "cp_size": 2}, rule="both", padded=True, **MIXTURE),
+        (2, TP, TIED),
+        (2, PP, {"padded": True}),
+        (2, TP, {"rule": "modes", **DROPPING}),
+        (2, PP, {"rule": "routed", "num_hidden_layers": 4, **PHIMOE}),
+        slow(2, PP, {"rule": "twice"}),
+        slow(2, CP, {"padded": True, **TIED}),
+        slow(2, {**PP, "offload": "optimizer"}, {}),
+        slow(2, {"shard_parameters": True}, TIED),
+        slow(2, {"shard_parameters": True, "reduce_gradients": "microbatch"}, {}),
+        slow(2, TP, {"lora": {}}),
+        slow(4, {**TP, **PP, "schedule": "1f1b"}, {}),
+        slow(4, {**PP, "shard_optimizer": True}, TIED),
+        slow(4, {**TP, **PP}, {"rule": "distilled", "padded": True}),
+        slow(2, EP, {"rule": "routed", **MIXTURE}),
+        slow(2, TP, {"rule": "both", "padded": True, **SPARSE}),
+        slow(2, {**PP, "recompute": "full"}, {"rule": "both", **PHIMOE}),
+        slow(4, {**TP, **CP}, {"rule": "both", "padded": True, **MIXTURE}),
     ],
+    ids=str,
 )
-def test_equals_the_unsplit_model(ranks: int, options: dict[str, Any], cluster_of: Any) -> None:
-    for result in cluster_of(ranks).run(train, **options):
+def test_equals_the_unsplit_model(ranks: int, helix: dict[str, Any], options: dict[str, Any], cluster_of: Any) -> None:
+    for result in cluster_of(ranks).run(train, helix=helix, **options):
         for wanted, found in result["losses"]:
             assert found == pytest.approx(wanted, rel=1e-5, abs=2e-6)
         assert max(result["errors"].values()) < 2e-5, result["errors"]
         calls = {"twice": 2, "routed": 2}.get(options.get("rule", ""), 1)
-        overlaps = options.get("rule") != "modes" and options["helix"].get("schedule") != "1f1b"
+        overlaps = options.get("rule") != "modes" and helix.get("schedule") != "1f1b"
         assert result["fused"] == (3 * calls - calls if overlaps else 0)
 
 

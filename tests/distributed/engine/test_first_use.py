@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from support.jobs import make_trainer
-from support.marks import slow
 from support.mistaken_families import WithoutSum
 
 from hf_helix.models import registry
@@ -19,14 +18,11 @@ from hf_helix.models.family import Family
 PROVEN = "LlamaForCausalLM: derived from the model; equal to the unsplit model at "
 
 
-@pytest.mark.parametrize("helix", [{"tp_size": 2}, slow({"pp_size": 2})])
-def test_the_first_run_proves_and_later_ones_know(helix: dict[str, int], cluster_of: Any, tmp_path: Any) -> None:
-    options = {"folder": str(tmp_path), "helix": helix, "cache": str(tmp_path / "cache")}
-    ranks = cluster_of(2).run(run_three_times, **options)
+def test_the_first_run_proves_and_later_ones_know(cluster_of: Any, tmp_path: Any) -> None:
+    ranks = cluster_of(2).run(run_three_times, folder=str(tmp_path), cache=str(tmp_path / "cache"))
     declared, first, second = ranks[0]
-    (name,) = helix
     assert PROVEN not in declared["said"]
-    assert f"{PROVEN}{name}=2 (" in first["said"]
+    assert f"{PROVEN}tp_size=2 (" in first["said"]
     assert PROVEN not in second["said"]
     assert declared["losses"] == first["losses"] == second["losses"]
 
@@ -77,15 +73,14 @@ def llama_is(family: Family, cache: str) -> Iterator[None]:
         yield
 
 
-def run_three_times(folder: str, helix: dict[str, int], cache: str) -> list[dict[str, Any]]:
+def run_three_times(folder: str, cache: str) -> list[dict[str, Any]]:
     """What a declared family says and its losses with dropout, then those of one that needs a proof, twice."""
     runs = []
     for family in (Llama(), Derived(), Derived()):
         with llama_is(family, cache), contextlib.redirect_stdout(io.StringIO()) as said:
             torch.manual_seed(7)
-            model = {"num_hidden_layers": 2 * helix.get("pp_size", 1), "attention_dropout": 0.2}
-            training = {"max_steps": 2}
-            trainer: Any = make_trainer(folder, {"plan": "sequential", **helix}, model, training=training)
+            model, training = {"num_hidden_layers": 2, "attention_dropout": 0.2}, {"max_steps": 2}
+            trainer: Any = make_trainer(folder, {"plan": "sequential", "tp_size": 2}, model, training=training)
             trainer.train()
         trainer.helix.close()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

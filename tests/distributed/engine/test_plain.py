@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -26,32 +26,30 @@ GENERATIONS: Mapping[str, Mapping[str, Any]] = {
     "beams": {"num_beams": 3},
     "sampled": {"do_sample": True, "top_k": 20},
 }
-TWO = {"num_hidden_layers": 2}
 SHORT = [FIVE, {**FIVE, "tie_word_embeddings": True, "lora": {}}]
 FAMILIES = [
     {**FIVE, "family": name} for name in ("phimoe", "mixtral", "gpt2", "gpt_neox", "support.derived_models:phi3")
 ]
-
-
-TP, PP, EP = {"tp_size": 2}, {"pp_size": 2}, {"ep_size": 2}
 BIASED = [*SHORT, {**FIVE, "family": "gpt2"}]  # with biases, of linears that are cut along their inputs, too
-CALLS: dict[str, tuple[int, dict[str, Any], list[Any]]] = {
-    "tp": (2, TP, [TWO]),
-    "pp": (2, PP, SHORT[1:]),
-    "both, tp": (2, TP, SHORT),
-    "both, pp": (2, PP, SHORT),
-    "families, tp": (2, TP, FAMILIES),
-    "families, pp": (2, PP, FAMILIES),
-    "families, ep": (2, EP, FAMILIES[:2]),
-    "tp pp": (4, {**TP, **PP}, BIASED),
-    "tp shard_parameters": (4, {**TP, "shard_parameters": True}, BIASED),
-    "tp cp": (4, {**TP, "cp_size": 2}, BIASED),
-}
+TP, PP, EP = {"tp_size": 2}, {"pp_size": 2}, {"ep_size": 2}
 
 
-@pytest.mark.parametrize("name", [slow(n, when=n != "tp") for n in CALLS])
-def test_calls_and_generation(name: str, cluster_of: Any, tmp_path: Any) -> None:
-    ranks, helix, models = CALLS[name]
+@pytest.mark.parametrize(
+    ("ranks", "helix", "models"),
+    [
+        (2, TP, [{"num_hidden_layers": 2}]),
+        slow(2, PP, SHORT),
+        slow(2, TP, FAMILIES),
+        slow(2, EP, FAMILIES[:2]),
+        slow(4, {**TP, **PP}, BIASED),
+        slow(4, {**TP, "shard_parameters": True}, BIASED),
+        slow(4, {**TP, "cp_size": 2}, BIASED),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_calls_and_generation(
+    ranks: int, helix: dict[str, Any], models: list[dict[str, Any]], cluster_of: Any, tmp_path: Any
+) -> None:
     for cases in cluster_of(ranks).run(compared, folder=str(tmp_path), helix=helix, models=models):
         for case in cases:
             wrong = [name for name, is_equal in case["equal"].items() if not is_equal]
@@ -59,12 +57,9 @@ def test_calls_and_generation(name: str, cluster_of: Any, tmp_path: Any) -> None
             assert max(case["errors"].values()) <= 1e-5, case
 
 
-@pytest.mark.parametrize("helix", [{"tp_size": 2}, slow({"pp_size": 2})], ids=str)
-def test_generation_in_a_callback(
-    helix: dict[str, int], cluster_of: Any, stock: Callable[..., Any], tmp_path: Any
-) -> None:
-    (expected, quiet), _ = stock(trained)
-    for found, silent in cluster_of(2).run(trained, folder=str(tmp_path), helix=helix):
+def test_generation_in_a_callback(cluster_of: Any, tmp_path: Any) -> None:
+    expected, quiet = trained(str(tmp_path / "stock"), None)
+    for found, silent in cluster_of(2).run(trained, folder=str(tmp_path), helix=TP):
         assert found["tokens"] == expected["tokens"]
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
         assert found["losses"] == silent["losses"]
@@ -76,7 +71,7 @@ def test_a_call_on_one_rank_alone(cluster_of: Any, tmp_path: Any) -> None:
     assert "the model is called without gradients" in failures[0].message
 
 
-@pytest.mark.parametrize("own_loss", [False, pytest.param(True, id="own loss")])
+@pytest.mark.parametrize("own_loss", [False, True])
 def test_arguments_and_copies(own_loss: bool, cluster_of: Any) -> None:
     for errors, said in cluster_of(2).run(called, helix={"tp_size": 2}, own_loss=own_loss):
         assert max(errors.values()) <= 1e-5, errors

@@ -62,13 +62,6 @@ def test_small_models_divide_where_the_model_does(tp_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_three_ranks() -> None:
-    given = Qwen3Config(num_attention_heads=6, num_key_value_heads=3, num_hidden_layers=2)
-    (proof,) = prove_layouts(Subject.of(given), [{"tp_size": 3}])
-    assert proof.verdict == "equal", proof
-
-
-@pytest.mark.slow
 def test_default_layouts() -> None:
     """A configuration is made small; a mixture has experts to share."""
     config = MixtralConfig(hidden_size=4096, num_hidden_layers=32)

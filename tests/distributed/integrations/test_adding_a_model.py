@@ -64,20 +64,16 @@ def _forgets() -> Iterator[None]:
     REGISTERED.pop("Starcoder2ForCausalLM", None)
 
 
-def run(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """A Python process in a folder, whose files it can import."""
-    environment = {
-        **os.environ,
-        **variables,
-        "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
-    }
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, *words]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.parametrize(("layout", "kind"), [("tp2", "left"), ("pp2", "dense"), ("cp2", "packed")])
+@pytest.mark.parametrize(("layout", "kind"), [("tp2", "left"), ("cp2", "packed")])
 def test_equals_the_unsplit_model(layout: str, kind: str, cluster_of: Any, tmp_path: Path) -> None:
-    model = {"family": f"{__name__}:declared", "num_hidden_layers": 4 if layout == "pp2" else 2}
+    model = {"family": f"{__name__}:declared", "num_hidden_layers": 2}
     check(cluster_of, tmp_path, Case("starcoder2", model, layout, kind), ("sequential", "greedy"))
 
 
@@ -87,29 +83,6 @@ def test_the_class_that_nobody_declared_trains(cluster_of: Any, tmp_path: Path) 
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(saved).__name__ == "Gemma3ForCausalLM"
     assert "Gemma3ForCausalLM" not in REGISTERED
-
-
-@pytest.mark.slow
-def test_the_second_start_is_proven_already(tmp_path: Path) -> None:
-    """A verdict is found again by other processes, of the same code and layout only."""
-    made = "AutoModelForCausalLM.from_config(config)"
-    script = blocks()["train.py"]
-    assert script.count(made) == 1
-    own = (
-        "type('MyGemmaForCausalLM', (transformers.Gemma3ForCausalLM,), {})(config)"  # which the census knows nothing of
-    )
-    script = "import transformers\n" + script.replace(made, own)
-    for changed, count in ((script, 1), (script, 0)):
-        (tmp_path / "train.py").write_text(changed)
-        assert launched(tmp_path).count("MyGemmaForCausalLM: derived from the model; equal") == count
-
-
-def launched(folder: Path) -> str:
-    """Returns what the page's first script prints under torchrun."""
-    words = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
-    done = run(folder, "-m", *words, HELIX_CACHE=str(folder / "cache"), OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
 
 
 @pytest.mark.slow
@@ -141,17 +114,9 @@ def test_the_check_finds_a_mistake(tmp_path: Path) -> None:
     assert done.stdout.startswith("Starcoder2ForCausalLM at tp_size=2: different (")
 
 
-def test_the_page_keeps_its_promises() -> None:
-    assert blocks().keys() == {"train.py", "starcoder2.py", "check.py"}
-    assert len(blocks()["starcoder2.py"].splitlines()) < 100
-    root = PAGE.parent
-    for link in PAGE.read_text().split("](")[1:]:
-        target = link.split(")")[0].partition("#")[0]
-        assert (root / target).exists(), target
-
-
 def test_the_page_quotes_what_is_said() -> None:
     """Every sentence in the table of what cannot be derived is one of the code's."""
+    assert blocks().keys() == {"train.py", "starcoder2.py", "check.py"}
     page, code = PAGE.read_text(), "\n".join(path.read_text() for path in MODELS.rglob("*.py"))
     rows = page.split("| what | for example | the sentence |")[1].split("\n\n")[0].splitlines()[2:]
     quoted = {text for row in rows for text in re.findall(r"`([^`]* [^`]*)`", row.split("|")[3])}

@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from support import jobs
 from support.comparisons import compare_adapters
+from support.marks import slow
 from support.models import adapted, arguments, four_bit, llama, tiny
 
 from hf_helix import HelixConfig, HelixTrainer
@@ -42,66 +43,40 @@ def train(folder: str, helix: dict[str, Any] | None, **options: Any) -> dict[str
     }
 
 
-def check(
-    layout: dict[str, Any],
-    cluster_of: Any,
-    stock: Any,
-    folder: Path,
-    ranks: int = 2,
-    dp: int = 1,
-    factor: float = 0.1,
-    **model: Any,
-) -> tuple[list[Any], Any]:
-    """Compares what is logged and saved: adapters to 1e-5 of their norms, or by a factor less exactly."""
+TP, PP, CP = {"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}
+CASES = [
+    # options, data-parallel ranks, changes to the model, by how much less exactly than 1e-5 adapters are compared
+    (TP, 1, {"num_hidden_layers": 2}, 1),
+    slow(PP, 1, {}, 1),
+    slow(CP, 1, {}, 10),
+    slow({"shard_parameters": True}, 2, {}, 1),
+    slow({"shard_optimizer": True}, 2, {}, 1),
+    slow({**TP, **PP}, 1, {}, 1),
+    slow(TP, 1, {"quantization": {"bnb_4bit_quant_type": "fp4", "bnb_4bit_quant_storage": torch.bfloat16}}, 10),
+    slow(TP, 1, {"loaded_as": "bfloat16", "prepared": True}, 10),
+    slow(TP, 1, {"of": "gpt2", "n_inner": 256, "lora": {"target_modules": ["c_attn", "c_proj", "c_fc"]}}, 10),
+]
+
+
+@pytest.mark.parametrize(("layout", "dp", "model", "factor"), CASES, ids=str)
+def test_training_equals_the_stock_trainer(
+    layout: dict[str, Any], dp: int, model: dict[str, Any], factor: float, cluster_of: Any, stock: Any, tmp_path: Path
+) -> None:
+    """What is logged and saved; and ranks of tp and pp hold their parts of the packed weights."""
     case = {"model": {**MODEL, **model}, "training": TRAINING}
     expected, theirs = stock(train, dp=dp, **case)
-    results = cluster_of(ranks).run(train, folder=str(folder), helix={"plan": "greedy", **layout}, **case)
+    ranks = 4 if layout == {**TP, **PP} else 2
+    results = cluster_of(ranks).run(train, folder=str(tmp_path), helix={"plan": "greedy", **layout}, **case)
     for result in results:
         np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-5)
         np.testing.assert_allclose(result["norms"], expected["norms"], rtol=1e-4)
         assert result["flos"] == pytest.approx(expected["flos"])
-    compare_adapters(folder, Path(theirs), factor=factor)
-    return results, expected
-
-
-def test_a_rank_trains_on_its_part_of_packed_weights(cluster_of: Any, stock: Any, tmp_path: Path) -> None:
-    results, expected = check({"tp_size": 2}, cluster_of, stock, tmp_path, num_hidden_layers=2)
-    assert [2 * result["packed"] for result in results] == [expected["packed"]] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [{"pp_size": 2}, {"cp_size": 2}], ids=str)
-def test_ranks_that_share_a_batch(layout: dict[str, Any], cluster_of: Any, stock: Any, tmp_path: Path) -> None:
-    results, expected = check(layout, cluster_of, stock, tmp_path, factor=1.0 if "cp_size" in layout else 0.1)
-    if "pp_size" in layout:
+    compare_adapters(tmp_path, Path(theirs), factor=factor / 10)
+    if layout in (TP, PP) and "quantization" not in model:  # else they are stored as bf16, and ours as bytes
         assert sum(result["packed"] for result in results) == expected["packed"]
         assert all(result["packed"] for result in results)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("option", ["shard_parameters", "shard_optimizer"])
-def test_data_parallel_ranks(option: str, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
-    check({option: True}, cluster_of, stock, tmp_path, dp=2)
-
-
-@pytest.mark.slow
-def test_tensor_and_pipeline_parallel_ranks(cluster_of: Any, stock: Any, tmp_path: Path) -> None:
-    check({"tp_size": 2, "pp_size": 2}, cluster_of, stock, tmp_path, ranks=4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "model",
-    [
-        {"quantization": {"bnb_4bit_quant_type": "fp4"}},
-        {"quantization": {"bnb_4bit_quant_storage": torch.bfloat16}},
-        {"loaded_as": "bfloat16", "prepared": True},
-        {"of": "gpt2", "n_inner": 256, "lora": {"target_modules": ["c_attn", "c_proj", "c_fc"]}},
-    ],
-    ids=["fp4", "stored as bf16", "bf16, prepared", "gpt2"],
-)
-def test_kinds_of_weights(model: dict[str, Any], cluster_of: Any, stock: Any, tmp_path: Path) -> None:
-    check({"tp_size": 2}, cluster_of, stock, tmp_path, factor=1.0, **model)
+    if layout == TP:
+        assert len({result["packed"] for result in results}) == 1
 
 
 def generated(folder: str, helix: dict[str, Any] | None) -> list[list[int]]:
@@ -116,10 +91,9 @@ def generated(folder: str, helix: dict[str, Any] | None) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("helix", [{"tp_size": 2}, {"pp_size": 2}], ids=str)
-def test_generation(helix: dict[str, int], cluster_of: Any, tmp_path: Path) -> None:
+def test_generation(cluster_of: Any, tmp_path: Path) -> None:
     wanted = generated(str(tmp_path), None)
-    assert cluster_of(2).run(generated, folder=str(tmp_path), helix=helix) == [wanted] * 2
+    assert cluster_of(2).run(generated, folder=str(tmp_path), helix=TP) == [wanted] * 2
 
 
 @pytest.mark.slow
@@ -142,7 +116,7 @@ def resumed(folder: str, helix: dict[str, Any], **options: Any) -> list[float]:
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
-def fine_tune(folder: str, tokenizer: str, helix: dict[str, Any] | None, source: str) -> dict[str, Any]:
+def fine_tune(folder: str, tokenizer: str, helix: dict[str, Any] | None, source: str) -> list[dict[str, Any]]:
     """SFTTrainer reads the base and adds the adapters."""
     from support import sft_jobs  # TRL takes seconds to import
     from transformers import BitsAndBytesConfig
@@ -153,56 +127,25 @@ def fine_tune(folder: str, tokenizer: str, helix: dict[str, Any] | None, source:
     trainer = sft_jobs.make(folder, tokenizer, helix, training, "completions", **options)
     trainer.train()
     trainer.save_model(folder)
-    return {"log": trainer.state.log_history}
-
-
-def prefer(folder: str, tokenizer: str, helix: dict[str, Any] | None) -> dict[str, Any]:
-    """DPOTrainer, with the base as the reference."""
-    from datasets import Dataset
-    from support.models import QUIET
-    from support.sft_jobs import mixed
-    from transformers import AutoTokenizer
-    from trl import DPOConfig, DPOTrainer
-
-    rows = [{"prompt": f"What is {n}?", "chosen": f" It is {2 * n}.", "rejected": f" It is {n}."} for n in range(24)]
-    training = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
-    modes = {"bf16": False, "gradient_checkpointing": False, "learning_rate": 1e-3}
-    model = adapted(four_bit(vocab_size=283, num_hidden_layers=4, max_position_embeddings=512), **LORA)
-    model.get_base_model().is_loaded_in_4bit = False  # or TRL makes the adapters bfloat16
-    options = {
-        "model": model,
-        "args": DPOConfig(output_dir=folder, **QUIET, **training, **modes),
-        "train_dataset": Dataset.from_list(rows),
-        "processing_class": AutoTokenizer.from_pretrained(tokenizer),
-    }
-    trainer = mixed(DPOTrainer, helix, **options)
-    trainer.train()
-    trainer.save_model(folder)
-    return {"log": trainer.state.log_history}
+    return trainer.state.log_history
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("job", "helix"), [(fine_tune, {"tp_size": 2}), (prefer, {"tp_size": 2}), (prefer, {"pp_size": 2})]
-)
-def test_trainers_of_trl(job: Any, helix: dict[str, int], cluster_of: Any, tmp_path: Path) -> None:
+def test_the_trainer_of_trl(cluster_of: Any, tmp_path: Path) -> None:
     from support.sft_jobs import VOCABULARY, save_tokenizer
 
     save_tokenizer(tmp_path / "words")
-    given = {"tokenizer": str(tmp_path / "words")}
-    if job is fine_tune:
-        given["source"] = str(tmp_path / "base")
-        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
-        llama(vocab_size=VOCABULARY, max_position_embeddings=512, **sizes).save_pretrained(given["source"])
-    wanted = job(str(tmp_path / "theirs"), helix=None, **given)["log"]
-    for result in cluster_of(2).run(job, folder=str(tmp_path / "ours"), helix=helix, **given):
-        for found, entry in zip(result["log"][:-1], wanted[:-1], strict=True):
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+    llama(vocab_size=VOCABULARY, max_position_embeddings=512, **sizes).save_pretrained(tmp_path / "base")
+    given = {"tokenizer": str(tmp_path / "words"), "source": str(tmp_path / "base")}
+    wanted = fine_tune(str(tmp_path / "theirs"), helix=None, **given)
+    for result in cluster_of(2).run(fine_tune, folder=str(tmp_path / "ours"), helix=TP, **given):
+        for found, entry in zip(result[:-1], wanted[:-1], strict=True):
             both = {key: found[key] for key in entry.keys() & found.keys()}
             assert {"loss", "grad_norm"} <= both.keys()
-            # SFTTrainer's adapters, and their gradients, are in bfloat16.
-            close = {"rel": 1e-2, "abs": 1e-3} if job is fine_tune else {"rel": 1e-4, "abs": 2e-5}
-            assert both == pytest.approx({key: entry[key] for key in both}, **close)
-    compare_adapters(tmp_path / "ours", tmp_path / "theirs", factor=500 if job is fine_tune else 1)
+            # Adapters, and their gradients, are in bfloat16.
+            assert both == pytest.approx({key: entry[key] for key in both}, rel=1e-2, abs=1e-3)
+    compare_adapters(tmp_path / "ours", tmp_path / "theirs", factor=500)
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------

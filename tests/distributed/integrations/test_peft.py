@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from invariant.classes import Case
-from invariant.harness import NAMED, check
+from invariant.harness import check
 from peft import (
     AdaLoraConfig,
     IA3Config,
@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 from support import jobs, pipeline_jobs
 from support.comparisons import assert_same_bits, compare_adapters, compare_runs
 from support.derived_models import HOME
-from support.jobs import frozen
 from support.marks import slow
 from support.models import adapted, arguments, llama, mixtral, sequences, tiny
 from torch import nn
@@ -36,10 +35,10 @@ from hf_helix.runtime.divided import plain_parameters
 
 
 @plain_parameters()
-def parts(folder: str, helix: dict[str, Any], model: dict[str, Any], freeze: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The weight gradients in this rank's graphs, and the bytes of gradients that a window leaves."""
-    made = frozen(tiny(**model), freeze)
-    trainer = HelixTrainer(model=made, args=arguments(folder), helix_config=HelixConfig(cache=False, **helix))
+def parts(folder: str, model: dict[str, Any]) -> dict[str, Any]:
+    """The weight gradients in the graphs, and the bytes of gradients that a window leaves."""
+    made = tiny(**model)
+    trainer = HelixTrainer(model=made, args=arguments(folder), helix_config=HelixConfig(cache=False))
     made.train()
     trainer.helix.runner.train_window(pipeline_jobs.window_of(trainer, 2, 2, (9,)))
     rank_units = trainer.helix.runner.rank_units
@@ -108,35 +107,27 @@ MODELS: dict[str, dict[str, Any]] = {
         "family": "gpt2",
         "lora": {"target_modules": ["wte", "wpe", "c_attn"], "bias": "lora_only", "fan_in_fan_out": True},
     },
-    "gpt_neox": {
-        "family": "gpt_neox",
-        "num_key_value_heads": 4,
-        "lora": {"target_modules": ["query_key_value", "dense"]},
-    },
     "experts": {"family": "mixtral", "lora": {"target_modules": ATTENTION}},
     "tied": {"lora": {"target_modules": ["q_proj", "lm_head"]}, "tie_word_embeddings": True},
 }
 
-FAST = (
+CASES = [
     *((name, "tp2") for name in ("every linear", "gpt2, biases", "gpt2, tables")),
     ("some, with other ranks", "cp2"),
-)
-SLOW = (
-    *((name, "tp2") for name in MODELS if (name, "tp2") not in FAST),
-    *((name, at) for name in ("every linear", "gpt2, biases", "kept", "tied") for at in ("pp2", "dp2", "tp2+pp2")),
-    ("every linear", "cp2"),
-    ("gpt2, tables", "pp2"),
-    *(("some layers", at) for at in ("pp2", "tp2+pp2")),
-    ("experts", "dp2+ep2"),
-)
+    slow("gpt2, biases", "tp2+pp2"),
+    slow("kept", "tp2+pp2"),
+    slow("tied", "pp2"),
+    slow("some layers", "pp2"),
+    slow("every linear", "dp2"),
+    slow("experts", "dp2+ep2"),
+]
 
 
-@pytest.mark.parametrize(("name", "layout"), [*FAST, *(slow(*case) for case in SLOW)], ids=str)
+@pytest.mark.parametrize(("name", "layout"), CASES)
 def test_gradients_equal_the_unsplit_models(name: str, layout: str, cluster_of: Any, tmp_path: Path) -> None:
     """Losses, the gradient of every trained weight by name, and the same bits under every plan."""
-    orders = NAMED if (name, layout) in SLOW else ("sequential", "dhelix")
     layers = {"num_hidden_layers": 4 if "pp2" in layout else 2}
-    check(cluster_of, tmp_path, Case(name, {**layers, **MODELS[name]}, layout, "dense"), orders)
+    check(cluster_of, tmp_path, Case(name, {**layers, **MODELS[name]}, layout, "dense"), ("sequential", "dhelix"))
 
 
 def test_dropout_is_the_same_under_every_plan(cluster_of: Any, tmp_path: Path) -> None:
@@ -172,33 +163,17 @@ def test_recomputation_gives_the_same_bits(cluster_of: Any, tmp_path: Path) -> N
 
 def test_frozen_weights_have_no_weight_gradients(tmp_path: Path) -> None:
     model = {"num_hidden_layers": 3, "lora": {"target_modules": ["v_proj"], "layers_to_transform": [0, 2]}}
-    result = parts(str(tmp_path), {}, model)
+    result = parts(str(tmp_path), model)
     labels = ("layers.0", "layers.1", "layers.2")
     assert [result["weights"][label] for label in labels] == [["attn.qkv"], [], ["attn.qkv"]]
     assert [result["names"][label] for label in labels] == ["layer", "layer.2", "layer"]
     assert result["weights"]["head"] == []
     assert result["gradients"] == result["trained"] < 0.02 * result["held"]
 
-    without = parts(str(tmp_path), {}, {"num_hidden_layers": 3})
+    without = parts(str(tmp_path), {"num_hidden_layers": 3})
     assert without["weights"]["layers.1"] == ["mlp.down", "mlp.up", "attn.out", "attn.qkv"]
     assert set(without["names"].values()) == {"embedding", "layer", "head"}
     assert without["gradients"] == without["held"]
-
-
-@pytest.mark.slow
-def test_without_peft_frozen_weights_are_left_out_too(cluster_of: Any, tmp_path: Path) -> None:
-    """A model of which only the last layers are trained; its experts are frozen as well."""
-    freeze = tuple(
-        name for name, _ in mixtral(num_hidden_layers=3).named_parameters() if not name.startswith("model.layers.2.")
-    )
-    model = {"family": "mixtral", "num_hidden_layers": 3}
-    helix = {"tp_size": 2, **GREEDY}
-    result = cluster_of(2).run(parts, folder=str(tmp_path), helix=helix, model=model, freeze=freeze)
-    for rank in result:
-        kinds = [rank["weights"][f"layers.{index}"] for index in range(3)]
-        last = ["mlp.experts.down", "mlp.experts.up", "self_attn.o_proj", "self_attn.q_proj+k_proj+v_proj"]
-        assert kinds == [[], [], last]
-        assert rank["gradients"] == rank["trained"]
 
 
 class Unfreeze(TrainerCallback):
@@ -228,67 +203,51 @@ def test_weights_that_are_unfrozen_too_late(step: int, tmp_path: Path) -> None:
 # -- the Trainer, files --------------------------------------------------------------------------------------------
 
 TRAINED: dict[str, dict[str, Any]] = {
-    "llama": {
-        "model": {"num_hidden_layers": 5, "lora": {"target_modules": EVERYWHERE[:-1]}},
-        "training": {"max_steps": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 0.3},
-    },
-    "gpt2": {
-        "model": {
-            "family": "gpt2",
-            "num_hidden_layers": 5,
-            "lora": {"target_modules": OF_GPT2, "fan_in_fan_out": True},
-        },
-        "training": {"max_steps": 4, "gradient_accumulation_steps": 3},
-    },
-    "llama, kept": {
-        "model": {
-            "num_hidden_layers": 5,
-            "lora": {"modules_to_save": ["lm_head", "norm"], "target_modules": ["q_proj", "up_proj"], "idle": "other"},
-        },
-        "training": {"max_steps": 4, "gradient_accumulation_steps": 2},
-    },
+    "llama": {"target_modules": EVERYWHERE[:-1]},
+    "gpt2": {"target_modules": OF_GPT2, "fan_in_fan_out": True},
+    "mixtral": {"target_modules": ATTENTION},
+    "llama, kept": {"modules_to_save": ["lm_head", "norm"], "target_modules": ["q_proj", "up_proj"], "idle": "other"},
+    f"{HOME}phi3": {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]},
+    f"{HOME}deepseek_v3": {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},
+    f"{HOME}qwen3_5": {"target_modules": ["in_proj_qkv", "in_proj_z", "in_proj_b", "out_proj", "q_proj", "v_proj"]},
+    f"{HOME}nemotron_h": {"target_modules": ["in_proj", "q_proj", "up_proj"]},  # PEFT leaves a mixer's output alone
 }
-TRAINED |= {
-    name: {
-        "model": {"family": f"{HOME}{name}", "num_hidden_layers": 4, "lora": {"target_modules": targets}},
-        "training": {"max_steps": 3, "gradient_accumulation_steps": 2},
-    }
-    for name, targets in {
-        "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
-        "gemma2": EVERYWHERE[:-1],
-        "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
-        "qwen3_5": ["in_proj_qkv", "in_proj_z", "in_proj_b", "out_proj", "q_proj", "v_proj"],
-        "nemotron_h": ["in_proj", "q_proj", "up_proj"],  # PEFT leaves the output of a mixer alone
-    }.items()
-}
-LAYOUTS: dict[str, dict[str, int]] = {
-    "tp2": {"tp_size": 2},
-    "pp2": {"pp_size": 2},
-    "cp2": {"cp_size": 2},
-    "tp2 pp2": {"tp_size": 2, "pp_size": 2},
-}
-NOT_BUILT = [(name, "cp2") for name in ("gemma2", "deepseek_v3", "qwen3_5", "nemotron_h")]
+"""By family, the adapters."""
+TP, PP = {"tp_size": 2}, {"pp_size": 2}
 
 
 @pytest.mark.parametrize(
-    ("case", "layout"),
+    ("case", "helix"),
     [
-        slow(c, at, when=(c, at) != ("llama, kept", "pp2"))
-        for c in TRAINED
-        for at in LAYOUTS
-        if (c, at) not in NOT_BUILT
+        ("llama, kept", PP),
+        ("llama", {"shard_parameters": True}),
+        ("gpt2", {"shard_optimizer": True}),
+        slow("gpt2", {**TP, "shard_parameters": True}),
+        slow("mixtral", {"shard_parameters": True}),
+        slow("llama", {**TP, **PP}),
+        slow("gpt2", {**TP, **PP}),
+        slow("llama", {"cp_size": 2}),
+        slow(f"{HOME}phi3", TP),
+        slow(f"{HOME}deepseek_v3", PP),
+        slow(f"{HOME}qwen3_5", TP),
+        slow(f"{HOME}nemotron_h", PP),
     ],
+    ids=str,
 )
-def test_training_equals_the_stock_trainer(case: str, layout: str, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
-    """Losses, norms, evaluation; and the files of the adapters, which stock PEFT loads, runs and merges."""
-    expected, theirs = stock(jobs.train, **TRAINED[case])
-    sizes = LAYOUTS[layout]
-    ranks = int(np.prod(list(sizes.values())))
-    for result in cluster_of(ranks).run("train", folder=str(tmp_path), helix={**sizes, **GREEDY}, **TRAINED[case]):
-        assert result["flos"] == expected["flos"]
-        compare_runs(result, expected, steps=3)
+def test_training_equals_the_stock_trainer(
+    case: str, helix: dict[str, Any], cluster_of: Any, stock: Any, tmp_path: Path
+) -> None:
+    """Losses, norms, evaluation; and the files of the adapters, which stock PEFT loads, runs and merges. Where ranks
+    share parameters or the optimizer, the stock Trainer runs on two processes (DDP)."""
+    model = {"family": case.partition(",")[0], "num_hidden_layers": 4 if HOME in case else 5}
+    training = {"max_steps": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 0.3}
+    job = {"model": {**model, "lora": TRAINED[case]}, "training": training}
+    dp = 2 if any(name.startswith("shard") for name in helix) else 1
+    expected, theirs = stock(jobs.train, dp, **job)
+    for result in cluster_of(2 ** len(helix)).run("train", folder=str(tmp_path), helix={**helix, **GREEDY}, **job):
+        compare_runs(result, expected, steps=4)
+        assert dp > 1 or result["flos"] == expected["flos"]
     compare_adapters(tmp_path, Path(theirs))
-    model = {name: value for name, value in TRAINED[case]["model"].items() if name != "lora"}
     loaded = PeftModel.from_pretrained(tiny(**model), tmp_path).eval()
     logits = logits_of(loaded)
     assert not torch.equal(logits, logits_of(tiny(**model).eval()))
@@ -304,9 +263,8 @@ def logits_of(model: Any) -> torch.Tensor:
 KEPT = {"modules_to_save": ["embed_tokens"], "idle": "other"}
 
 
-@pytest.mark.parametrize("helix", [{"tp_size": 2}, slow({"shard_parameters": True})], ids=str)
-def test_what_is_saved_untrained_is_bit_for_bit_what_it_was(helix: Any, cluster_of: Any, tmp_path: Path) -> None:
-    job = {"helix": {**helix, **GREEDY}, "model": {"num_hidden_layers": 5, "lora": KEPT}}
+def test_what_is_saved_untrained_is_bit_for_bit_what_it_was(cluster_of: Any, tmp_path: Path) -> None:
+    job = {"helix": {**TP, **GREEDY}, "model": {"num_hidden_layers": 5, "lora": KEPT}}
     cluster_of(2).run("save_untrained", folder=str(tmp_path / "ours"), **job)
     tiny(num_hidden_layers=5, lora=KEPT).save_pretrained(str(tmp_path / "theirs"))
     result = sorted((tmp_path / "theirs").rglob("*.safetensors"))
@@ -337,28 +295,21 @@ CHOICES = {"num_hidden_layers": 2, "lora": {"modules_to_save": ["lm_head"], "idl
 """Of whose linears run time decides what they read: a head or its copy, and one of two adapters or none."""
 
 
-@pytest.mark.parametrize("training", [slow({}), {"bf16": True}], ids=str)
-@pytest.mark.parametrize("option", ["shard_parameters", slow("shard_optimizer")])
-def test_evaluation_with_what_was_idle_when_it_was_spread(
-    option: str, training: dict[str, Any], cluster_of: Any, tmp_path: Path
-) -> None:
+def test_evaluation_with_what_was_idle_when_it_was_spread(cluster_of: Any, tmp_path: Path) -> None:
     """Without adapters, the head is the frozen one."""
-    job = {"folder": str(tmp_path), "model": CHOICES, **training}
+    job = {"folder": str(tmp_path), "model": CHOICES, "bf16": True}
     expected = evaluations(helix=None, **job)
     assert len({*expected.values()}) == 3
     assert expected["trained"] == expected["again"]
-    assert evaluations(helix={}, **job) == pytest.approx(expected, abs=1e-2 if training else 1e-5)
-    for result in cluster_of(2).run(evaluations, helix={option: True, **GREEDY}, **job):
-        assert result == pytest.approx(expected, abs=1e-2 if training else 1e-5)
+    assert evaluations(helix={}, **job) == pytest.approx(expected, abs=1e-2)
+    for result in cluster_of(2).run(evaluations, helix={"shard_parameters": True, **GREEDY}, **job):
+        assert result == pytest.approx(expected, abs=1e-2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("training", [{}, {"bf16": True}], ids=str)
 @pytest.mark.parametrize("option", ["shard_parameters", "shard_optimizer"])
-def test_training_what_was_idle_when_it_was_spread(
-    option: str, training: dict[str, Any], cluster_of: Any, tmp_path: Path
-) -> None:
-    job = {"folder": str(tmp_path), "model": CHOICES, "max_grad_norm": 1e6, **training}
+def test_training_what_was_idle_when_it_was_spread(option: str, cluster_of: Any, tmp_path: Path) -> None:
+    job = {"folder": str(tmp_path), "model": CHOICES, "max_grad_norm": 1e6, "bf16": True}
     whole, spread = (cluster_of(2).run(train_the_idle_one, helix={option: on, **GREEDY}, **job) for on in (False, True))
     assert spread == whole
     assert len({*whole[0]}) == len(whole[0])

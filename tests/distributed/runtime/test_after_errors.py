@@ -10,7 +10,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from support.loop_jobs import batches_of, reset, said
-from support.marks import slow
 from support.models import llama
 from support.pipeline_jobs import make
 
@@ -22,8 +21,8 @@ from hf_helix.runtime.divided import full_of
 MEMORY = "no memory is left"
 
 
-def after_error(folder: str, helix: dict[str, Any], fails_at: int) -> dict[str, Any]:
-    """Trains a window whose `fails_at`-th transfer fails on every rank, and the same window again; then in a trainer
+def after_error(folder: str, helix: dict[str, Any]) -> dict[str, Any]:
+    """Trains a window of which a transfer fails on every rank, and the same window again; then in a trainer
     without the error."""
     found = {}
     for name in ("after an error", "without"):
@@ -34,7 +33,7 @@ def after_error(folder: str, helix: dict[str, Any], fails_at: int) -> dict[str, 
         optimizer = trainer.create_optimizer()
         said = []
         if name == "after an error":
-            with mock.patch.object(trainer.helix.runner.executor.streams, "issue", failing(trainer, fails_at)):
+            with mock.patch.object(trainer.helix.runner.executor.streams, "issue", failing(trainer)):
                 try:
                     trainer.helix.train_window(batches, scale, 0)
                 except torch.OutOfMemoryError as error:
@@ -48,12 +47,12 @@ def after_error(folder: str, helix: dict[str, Any], fails_at: int) -> dict[str, 
     return found
 
 
-def own_loss_after_error(helix: dict[str, Any]) -> list[tuple[str, float, float, list[Any]]]:
+def own_loss_after_error() -> list[tuple[str, float, float, list[Any]]]:
     """As `after_error`, of a loss of one's own that fails in the last call of a window."""
     found = []
     for fails in (True, False):
         reset()
-        plugin = HelixPlugin(HelixConfig(plan="sequential", cache=False, **helix))
+        plugin = HelixPlugin(HelixConfig(plan="sequential", cache=False, shard_parameters=True))
         accelerator, calls = Accelerator(cpu=True, parallelism_config=plugin), iter([1, 1, 0] * fails)
 
         def loss(model: Any, batch: Any, calls: Iterator[int] = calls) -> torch.Tensor:
@@ -71,9 +70,9 @@ def own_loss_after_error(helix: dict[str, Any]) -> list[tuple[str, float, float,
     return found
 
 
-def failing(trainer: Any, fails_at: int) -> Callable[..., Any]:
-    """The streams' `issue`, whose transfer number `fails_at` fails."""
-    issue, left = trainer.helix.runner.executor.streams.issue, iter(range(fails_at, -1, -1))
+def failing(trainer: Any) -> Callable[..., Any]:
+    """The streams' `issue`, whose tenth transfer fails."""
+    issue, left = trainer.helix.runner.executor.streams.issue, iter(range(9, -1, -1))
 
     def fail() -> None:
         raise torch.OutOfMemoryError(MEMORY)
@@ -84,17 +83,15 @@ def failing(trainer: Any, fails_at: int) -> Callable[..., Any]:
     return issue_some
 
 
-@pytest.mark.parametrize("fails_at", [slow(2), 9])
 @pytest.mark.parametrize("helix", [{"tp_size": 2}, {"shard_optimizer": True}, {"shard_parameters": True}], ids=str)
-def test_the_next_window(cluster_of: Any, tmp_path: Path, helix: dict[str, Any], fails_at: int) -> None:
-    for found in cluster_of(2).run(after_error, folder=str(tmp_path), helix=helix, fails_at=fails_at):
+def test_the_next_window(cluster_of: Any, tmp_path: Path, helix: dict[str, Any]) -> None:
+    for found in cluster_of(2).run(after_error, folder=str(tmp_path), helix=helix):
         said, *result = found["after an error"]
         assert said == [MEMORY]
         assert result == list(found["without"][1:])
 
 
-@pytest.mark.parametrize("helix", [slow({"tp_size": 2}), {"shard_parameters": True}], ids=str)
-def test_the_next_window_of_a_loss_of_ones_own(cluster_of: Any, helix: dict[str, Any]) -> None:
-    for (words, *result), (_, *expected) in cluster_of(2).run(own_loss_after_error, helix=helix):
+def test_the_next_window_of_a_loss_of_ones_own(cluster_of: Any) -> None:
+    for (words, *result), (_, *expected) in cluster_of(2).run(own_loss_after_error):
         assert words == MEMORY
         assert result == expected

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from support.fake_cuda import FakeCuda
-from support.marks import slow
 from support.windows_on_fakes import one_rank, train_windows
 from transformers import AutoConfig
 
@@ -18,7 +17,6 @@ from hf_helix.runtime.gradients.reduce import FlatParameterGradients
 from hf_helix.runtime.streams import CpuStreams, CudaStreams
 
 SHARDED: dict[str, Any] = {"shard_parameters": True}
-PLANS = [slow("sequential"), "greedy"]
 
 
 def most_full(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
@@ -46,7 +44,7 @@ def most_full(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("is_limited", [True, slow(False)])
+@pytest.mark.parametrize("is_limited", [True, False])
 def test_few_full_gradients_are_alive(is_limited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one micro-batch; without the limit, streams of a GPU hold all of them until the end of the window."""
     monkeypatch.setattr(CudaStreams, "holds_memory", is_limited)
@@ -56,18 +54,16 @@ def test_few_full_gradients_are_alive(is_limited: bool, monkeypatch: pytest.Monk
     assert (found["most"] <= (MAX_COPIES + 1) * found["largest"] < found["all"] / 4) is is_limited
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_few_full_gradients_are_alive_in_a_window_of_several(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_full_gradients_are_alive_in_a_window_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every micro-batch is reduced; counted in the memory of the tensors themselves."""
     found, cuda = most_full(monkeypatch), FakeCuda()
     often = {**SHARDED, "reduce_gradients": "microbatch"}
-    train_windows(cuda, dp=2, microbatches=4, model={"num_hidden_layers": 8}, plan=plan, **often)
+    train_windows(cuda, dp=2, microbatches=4, model={"num_hidden_layers": 8}, **often)
     assert not cuda.mistakes
     assert found["most"] <= (MAX_COPIES + 2) * found["largest"] < found["all"] / 16
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_gradients_of_parameters_go_as_well(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_parameters_go_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """At every reduction, few layers have gradients; with reductions once in a window, all have."""
     most = {}
     for when in ("window", "microbatch"):
@@ -86,7 +82,6 @@ def test_gradients_of_parameters_go_as_well(plan: str, monkeypatch: pytest.Monke
                 dp=2,
                 microbatches=4,
                 model={"num_hidden_layers": 8},
-                plan=plan,
                 reduce_gradients=when,
                 **SHARDED,
             ) as (runner, window),

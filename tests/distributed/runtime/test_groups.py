@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.marks import slow
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (it registers the backend)
 
 from hf_helix.config import HelixConfig
@@ -18,8 +17,6 @@ from hf_helix.runtime.distributed import groups, mesh
 from hf_helix.runtime.environment import CTAS
 
 LAYOUTS = [
-    {"tp_size": 2},
-    {"tp_size": 1, "pp_size": 4},
     {"tp_size": 2, "pp_size": 2, "cp_size": 2},
     {"tp_size": 2, "pp_size": 2, "ep_size": 2},
     {"tp_size": 1, "pp_size": 3, "cp_size": 2, "ep_size": 2},
@@ -79,7 +76,36 @@ def test_what_carries_the_hosts_memory_is_its_own_control_group(start: Any) -> N
         assert groups.control_group() is None
 
 
-@pytest.mark.parametrize("sizes", [slow(each, when="ep_size" not in each) for each in LAYOUTS], ids=str)
+ALL, PAIRS, ACROSS = [[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+MEMBERS: list[tuple[dict[str, int], dict[str, list[list[int]]]]] = [
+    # Data parallelism is the outermost dimension, tensor parallelism the innermost.
+    ({"tp_size": 2}, {"tp": PAIRS, "dp": ACROSS, "experts": PAIRS, "expert copies": ACROSS}),
+    ({"tp_size": 4}, {"tp": ALL, "dp": []}),
+    ({"tp_size": 1}, {"tp": [], "dp": ALL}),
+    # Whoever shares a pipeline or a tensor-parallel group shares every batch.
+    ({"tp_size": 1, "pp_size": 2}, {"tp": [], "pp": PAIRS, "dp": ACROSS, "batch": PAIRS}),
+    ({"tp_size": 2, "pp_size": 2}, {"tp": PAIRS, "pp": ACROSS, "dp": [], "batch": ALL}),
+    # Tensor-parallel ranks hold experts, too; the rest of data parallelism has copies.
+    ({"tp_size": 1, "ep_size": 2}, {"dp": ALL, "experts": PAIRS, "expert copies": ACROSS}),
+    ({"tp_size": 2, "ep_size": 2}, {"experts": ALL, "expert copies": []}),
+]
+
+
+@pytest.mark.parametrize(("sizes", "members"), MEMBERS, ids=str)
+def test_who_shares_what(sizes: dict[str, int], members: dict[str, list[list[int]]], start: Any) -> None:
+    for rank in range(4):
+        start("fake", rank, 4)
+        built = mesh.mesh_of(HelixConfig(**sizes), "cpu")
+        found = {"tp": built.tp.group, "dp": built.dp_group, "batch": built.batch_group}
+        found |= {"experts": built.experts.group, "expert copies": built.expert_replica_group}
+        shared = {name: group and dist.get_process_group_ranks(group) for name, group in found.items()}
+        for name, rows in members.items():
+            ranks = built.pipe.ranks if name == "pp" else shared[name]
+            assert ranks == next((row for row in rows if rank in row), None), name
+        assert (built.tp.rank, built.tp.size) == (rank % sizes["tp_size"], sizes["tp_size"])
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_groups_and_communicators_are_made_in_one_order(sizes: dict[str, int], start: Any, monkeypatch: Any) -> None:
     world = 2 * sizes["tp_size"] * sizes.get("pp_size", 1) * sizes.get("cp_size", 1)
     made: list[list[tuple[int, ...]]] = []  # by rank: the members of the groups it has called for

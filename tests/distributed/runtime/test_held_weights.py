@@ -1,6 +1,5 @@
 """Weight gradients that are held back in the last backward change no bit, and sums begin while it still computes."""
 
-import functools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-from support.marks import slow
 from support.pipeline_jobs import trainer_of, window_of
 from support.pipeline_trainer_jobs import buckets_of, with_buckets
 
@@ -27,20 +24,17 @@ SMALL = 8_000  # bytes of a bucket: a few parameters
 WAYS = (None, 0, 2, LAYERS + 2)
 """Units that hold weight gradients back: none with the last backward ordered like all others, none, some, all."""
 
-LAYOUTS: dict[str, dict[str, Any]] = {"dp2": {}, "cp2": {"cp_size": 2}}
-NAMES = ["dp2", slow("cp2")]
-
 # What the ranks run
 
 
 @plain_parameters()
-def held_back(folder: str, helix: dict[str, Any], frozen: Sequence[str] = ()) -> dict[str, Any]:
+def held_back(folder: str, frozen: Sequence[str] = ()) -> dict[str, Any]:
     """One window in several ways: its gradients, and by number of units that hold back, traces.
 
     Args:
         frozen: parameters that are frozen once the layout is made.
     """
-    trainer: Any = trainer_of(folder, helix, {"num_hidden_layers": LAYERS})
+    trainer: Any = trainer_of(folder, {}, {"num_hidden_layers": LAYERS})
     window = window_of(trainer, MICROBATCHES, 2, LENGTHS)
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}
     first = with_buckets(trainer.helix.runner, SMALL)
@@ -127,44 +121,24 @@ def begun_before_the_end(trace: Trace) -> int:
 # Tests
 
 
-@pytest.fixture(scope="module")
-def results_of(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """By layout, what the ranks found; each layout is run once."""
-    folder = str(tmp_path_factory.mktemp("held"))
-    return functools.cache(lambda layout: cluster_of(2).run(held_back, folder=folder, helix=LAYOUTS[layout]))
-
-
-@pytest.mark.parametrize("layout", NAMES)
-def test_held_back_weight_gradients_change_no_bit(layout: str, results_of: Any) -> None:
-    """Against sums that are issued behind everything; and both ranks have the same."""
-    ranks = results_of(layout)
+def test_weight_gradients_are_held_back(cluster_of: Any, tmp_path: Path) -> None:
+    """No bit changes against sums that are issued behind everything; sums begin before the last backward ends, in the
+    recorded order and by the recorded start; the units that hold weight gradients back, and no others, run them behind
+    the embedding."""
+    ranks = cluster_of(2).run(held_back, folder=str(tmp_path))
     for rank in ranks:
-        for held in WAYS:
-            assert_same_bits(rank["gradients"][held], ranks[0]["expected"], held)
-
-
-@pytest.mark.parametrize("layout", NAMES)
-def test_sums_begin_before_the_last_backward_ends(layout: str, results_of: Any) -> None:
-    """In the recorded order, and by the recorded start."""
-    for rank in results_of(layout):
         assert rank["sums"] > LAYERS
         for held in WAYS:
+            assert_same_bits(rank["gradients"][held], ranks[0]["expected"], held)
             assert len(rank["behind"][held]) == rank["sums"]
             assert rank["behind"][held][0] > 0
             assert rank["early"][held] >= 1
         for held in (0, 2):  # the head's sum, which no other unit's weight gradients keep waiting
             assert rank["behind"][held][0] > 10
-
-
-@pytest.mark.parametrize("layout", NAMES)
-def test_held_back_weight_gradients_run_behind_the_embedding(layout: str, results_of: Any) -> None:
-    """Those of the units that hold them back, and of no others."""
-    last = f"B{MICROBATCHES - 1}."
-    for rank in results_of(layout):
-        behind = {held: weights_behind_the_embedding(ran, last) for held, ran in rank["ran"].items()}
-        assert behind[0] == set()
-        assert behind[2] == {"layers.0"}
-        assert behind[LAYERS + 2] > behind[2]
+        late = {held: weights_behind_the_embedding(ran, f"B{MICROBATCHES - 1}.") for held, ran in rank["ran"].items()}
+        assert late[0] == set()
+        assert late[2] == {"layers.0"}
+        assert late[LAYERS + 2] > late[2]
 
 
 def weights_behind_the_embedding(ran: Sequence[str], last: str) -> set[str]:
@@ -174,13 +148,10 @@ def weights_behind_the_embedding(ran: Sequence[str], last: str) -> set[str]:
     return {".".join(label.split(".")[1:3]) if ".layers." in label else label.split(".")[1] for label in late}
 
 
-@pytest.mark.parametrize("layout", NAMES)
-def test_what_is_frozen_after_the_layout_was_made_is_summed_at_the_end(
-    layout: str, cluster_of: Any, tmp_path: Path
-) -> None:
+def test_what_is_frozen_after_the_layout_was_made_is_summed_at_the_end(cluster_of: Any, tmp_path: Path) -> None:
     """There are other buckets then than in the program, and none may be summed before it is complete."""
     frozen = ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"]
-    for rank in cluster_of(2).run(held_back, folder=str(tmp_path), helix=LAYOUTS[layout], frozen=frozen):
+    for rank in cluster_of(2).run(held_back, folder=str(tmp_path), frozen=frozen):
         assert not set(frozen) & rank["expected"].keys()
         for held in WAYS:
             assert_same_bits(rank["gradients"][held], rank["expected"], held)

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.comparisons import assert_same_bits
-from support.marks import slow
 from torch import Tensor
 
 from hf_helix.checkpoint.cut_parameters import full_parameter
@@ -97,11 +96,10 @@ def whole_over_host(cases: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> lis
     ("sizes", "schedules"),
     [
         ({"pp_size": 2}, ("folded_1f1b", "dualpipe_v")),
-        slow({"pp_size": 2}, ("1f1b",)),
         ({"cp_size": 2}, ("folded_1f1b",)),
         ({"tp_size": 2}, ("folded_1f1b",)),
     ],
-    ids=["fold", "linear", "cp", "tp"],
+    ids=["pp", "cp", "tp"],
 )
 def test_the_same_bits_as_over_gloo(
     sizes: dict[str, int], schedules: tuple[str, ...], cluster_of: Any, tmp_path: Any

@@ -1,10 +1,13 @@
 """The recorded order of a real step shows the interleaving; it does not depend on how fast anything ran."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.pipeline_jobs import events_of_window
+
+from hf_helix.planning.schedule.named import build_schedule
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +55,21 @@ def test_sequential_keeps_the_strands_apart(events: Any) -> None:
     # W beside the collective that follows its I is all that one strand overlaps.
     assert pairs
     assert all(computed.endswith(".W") for computed, _ in pairs)
+
+
+@pytest.mark.parametrize("schedule", ["folded_1f1b", "dualpipe_v", "1f1b"])
+def test_layers_of_a_pipeline_run_in_the_slots_of_its_schedule(schedule: str, cluster_of: Any, tmp_path: Path) -> None:
+    """Of stages of a layer each: what starts, in order; the two actions of a slot in any."""
+    layers, count = (2 if schedule == "1f1b" else 4), 5
+    helix = {"pp_size": 2, "schedule": schedule, "layers_per_stage": [1] * layers}
+    job = {"helix": helix, "num_microbatches": count, "model": {"num_hidden_layers": layers}}
+    ranks = cluster_of(2).run(events_of_window, folder=str(tmp_path), **job)
+    for events, slots in zip(ranks, build_schedule(schedule, 2, count), strict=True):
+        started = [".".join(label.split(".")[:3]) for verb, label in events if verb == "run" and ".layers." in label]
+        started = list(dict.fromkeys(started))
+        for slot in slots:
+            parts = {"F": "F", "B": "B", "I": "B"}  # weight gradients by themselves start nothing
+            actions = [each for each in slot.actions if each.computation_type in parts]
+            wanted = {f"{parts[each.computation_type]}{each.microbatch}.layers.{each.stage}" for each in actions}
+            assert {started.pop(0) for _ in wanted} == wanted
+        assert not started

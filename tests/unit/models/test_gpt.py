@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.marks import slow
 from support.models import tiny
 
 from hf_helix.models.batch_inputs import SequenceCut
@@ -16,7 +15,6 @@ from hf_helix.planning.graph.operator import Kind
 
 GPT2: dict[str, Any] = {"family": "gpt2"}
 NEOX: dict[str, Any] = {"family": "gpt_neox"}
-IN_TURN = {**NEOX, "use_parallel_residual": False}
 
 
 @pytest.mark.parametrize(
@@ -24,8 +22,6 @@ IN_TURN = {**NEOX, "use_parallel_residual": False}
     [
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, 4),
         (NEOX, 2),
-        slow(IN_TURN, 4),
-        slow({**NEOX, "hidden_dropout": 0.1, "attention_dropout": 0.1}, 3),
     ],
     ids=str,
 )

@@ -12,14 +12,13 @@ import pytest
 import torch
 from support.jobs import build
 from support.marks import slow
-from support.models import FAMILIES, llama, sequences, tiny
+from support.models import llama, sequences, tiny
 from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from hf_helix.models.alike import description
 
-DECLARED = sorted(set(FAMILIES) - {"starcoder2"})
 IDS = torch.arange(1, 9).unsqueeze(0)
 
 
@@ -31,10 +30,7 @@ def small(**changes: Any) -> Any:
     return llama(**{"num_hidden_layers": 1, **changes})
 
 
-QUICK = ("gpt2", "llama", "phimoe")  # the declared families
-
-
-@pytest.mark.parametrize("family", [slow(f, when=f not in QUICK) for f in DECLARED])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
 def test_what_transformers_sets_itself_passes(family: str, tmp_path: Path) -> None:
     """Decorated forwards, the hooks of a first call, and those that gradients of inputs need."""
     model = tiny(family, num_hidden_layers=1)
@@ -45,7 +41,7 @@ def test_what_transformers_sets_itself_passes(family: str, tmp_path: Path) -> No
     trainer_of(model, tmp_path)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", slow("qwen3_moe")])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_what_peft_sets_itself_passes(family: str, tmp_path: Path) -> None:
     from peft.helpers import update_forward_signature
 
@@ -126,19 +122,15 @@ def test_what_would_never_run_is_refused(case: str, tmp_path: Path) -> None:
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("wraps", [False, True], ids=["plain", "wraps"])
-def test_a_class_whose_loss_was_patched_is_refused(
-    wraps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_class_whose_loss_was_patched_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Liger and others do."""
     before = LlamaForCausalLM.forward
-    monkeypatch.setattr(
-        LlamaForCausalLM, "forward", functools.wraps(before)(lambda *_: scaled(*_)) if wraps else scaled
-    )
-    with pytest.raises(
-        ValueError, match=r"LlamaForCausalLM\.forward was replaced by test_model_code\..*without the patch"
-    ):
-        trainer_of(small(), tmp_path)
+    for replacement in (scaled, functools.wraps(before)(lambda *_: scaled(*_))):
+        monkeypatch.setattr(LlamaForCausalLM, "forward", replacement)
+        with pytest.raises(
+            ValueError, match=r"LlamaForCausalLM\.forward was replaced by test_model_code\..*without the patch"
+        ):
+            trainer_of(small(), tmp_path)
 
 
 def test_a_patch_that_cannot_be_derived_is_named(tmp_path: Path) -> None:
@@ -194,7 +186,6 @@ def test_models_that_are_none(tmp_path: Path) -> None:
         trainer_of(nn.Linear(2, 2), tmp_path)
 
 
-@pytest.mark.slow
 def test_compiled_models(tmp_path: Path) -> None:
     model = small()
     with pytest.raises(ValueError, match=r"OptimizedModule is not supported: pass the model without torch\.compile"):
@@ -283,11 +274,9 @@ def change_mlp(layer: Any, _: pytest.MonkeyPatch) -> None:
     layer.mlp = MLP(layer.mlp)
 
 
-CHANGES = (change_instance, change_under_its_name, change_class, change_attention, change_mlp)
-QUICK_CHANGES = (change_class, change_mlp)
-
-
-@pytest.mark.parametrize("change", [slow(each, when=each not in QUICK_CHANGES) for each in CHANGES])
+@pytest.mark.parametrize(
+    "change", [slow(change_instance), slow(change_under_its_name), change_class, slow(change_attention), change_mlp]
+)
 def test_other_code_inside_a_declared_class_is_honoured(
     change: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,3 +349,7 @@ class Scaled(nn.Module):
 def test_layers_whose_code_reads_other_numbers_are_not_alike() -> None:
     assert description(Scaled(1.0)) == description(Scaled(1.0))
     assert len({description(each) for each in (Scaled(1.0), Scaled(2.0), Scaled(1.0, 2.0))}) == 3
+    closing = [nn.Identity(), nn.Identity()]
+    for factor, module in enumerate(closing):
+        module.forward = lambda x, factor=factor: factor * x
+    assert description(closing[0]) != description(closing[1])

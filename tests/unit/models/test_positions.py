@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from support.marks import slow
 from torch import nn
 
 from hf_helix.engine.proof.prove import Subject
@@ -48,15 +47,9 @@ def test_positions_that_count_everything(name: str) -> None:
     assert family.count_positions(IDS, MASK).equal(torch.arange(5).unsqueeze(0))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "Qwen2_5OmniThinkerForConditionalGeneration",
-        slow("Qwen2VLForConditionalGeneration"),
-    ],
-)
-def test_positions_that_the_code_around_a_decoder_counts(name: str) -> None:
+def test_positions_that_the_code_around_a_decoder_counts() -> None:
     """Of text alone, too: layers get the ropes of the model's own forward, at hidden tokens as well."""
+    name = "Qwen2_5OmniThinkerForConditionalGeneration"
     model = Subject.of(name).build()
     result: list[tuple[torch.Tensor, ...]] = []
     layer: nn.Module = model.model.language_model.layers[0]

@@ -10,11 +10,8 @@ from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from benchmarks.kernel_count import count_layer
 from hf_helix.models import stock_modules
 from hf_helix.models.stock_modules import is_rms_norm, normed, rms_norm
-
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
 
 def run(function: Callable[[Tensor], Tensor], value: Tensor, direction: Tensor, weight: nn.Parameter) -> list[Tensor]:
@@ -56,7 +53,7 @@ def test_is_as_exact_as_the_module_in_bf16(weight: torch.dtype) -> None:
         assert distance(ours, expected) <= 1.05 * distance(theirs, expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
 def test_norms_of_families_are_known(family: str) -> None:
     result = [module for module in tiny(family).modules() if type(module).__name__.endswith("RMSNorm")]
     assert len(result) >= 7  # two in each of three layers, and the last
@@ -106,14 +103,3 @@ def test_a_cpu_calls_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stock_modules, "rms_norm", lambda *_: pytest.fail("the module was not called"))
     module, value = LlamaRMSNorm(8), torch.randn(3, 8)
     assert torch.equal(normed(module, value), module(value))
-
-
-def test_kernels_of_a_layer_on_cuda() -> None:
-    """A norm is one kernel; backward one, the sum of the weight's gradient, and its addition."""
-    result = count_layer(tiny("llama").config)
-    assert {name: result[name] for name in result if "norm" in name} == {
-        "F.attn.norm": 1,
-        "F.mlp.norm": 1,
-        "B.mlp.norm": 3,
-        "B.attn.norm": 3,
-    }

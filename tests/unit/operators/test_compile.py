@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from support.derived_models import HOME
-from support.marks import slow
 from support.models import tiny
 from torch._dynamo.utils import counters
 
@@ -70,11 +69,8 @@ def check(result: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tenso
     assert all(distance(*pair) <= 1e-6 for pair in zip(result, expected, strict=True))
 
 
-DERIVED = [f"{HOME}{name}" for name in ("gemma2", "phi3", "olmo2", "gpt_oss", "deepseek_v3")]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gpt_neox", "mixtral", *DERIVED])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", f"{HOME}gpt_oss", f"{HOME}deepseek_v3"])
 def test_results_are_those_without(family: str) -> None:
     model = tiny(family)
     plain = train(model, compile=False)
@@ -98,8 +94,9 @@ def test_layers_share_a_compilation_and_shapes_do_too(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox", *DERIVED[:2]])
-@pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "autocast_dtype"), [("llama", None), ("llama", torch.bfloat16), (f"{HOME}gemma2", torch.bfloat16)]
+)
 def test_generated_code(family: str, autocast_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16 the error against fp32 is at most twice that without compilation."""
     monkeypatch.setattr(autograd_operator, "COMPILER", "inductor")
@@ -115,8 +112,7 @@ def test_generated_code(family: str, autocast_dtype: torch.dtype | None, monkeyp
     assert result[1] <= max(1e-4, 2 * plain[1])
 
 
-@pytest.mark.parametrize("overwrites", [True, slow(False)])
-def test_the_loss_of_several_chunks(overwrites: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every chunk is written, of the first shape and of later ones."""
     monkeypatch.setitem(CHUNK, "cpu", 16 * 64)
 
@@ -124,7 +120,7 @@ def test_the_loss_of_several_chunks(overwrites: bool, monkeypatch: pytest.Monkey
         draws = torch.Generator().manual_seed(tokens)
         logits = torch.randn(tokens, 2, 64, generator=draws)
         targets = torch.randint(64, (tokens, 2), generator=draws)
-        operator = TokenStatistics(0, 64, overwrites=overwrites, wrap=wrap)
+        operator = TokenStatistics(0, 64, overwrites=True, wrap=wrap)
         ctx = SimpleNamespace(side={"targets": targets}, saves_for_backward=True, saved=None)
         (statistics,) = operator.forward(ctx, logits)
         return statistics, operator.backward(ctx, torch.randn(statistics.shape, generator=draws))[0]

@@ -113,16 +113,15 @@ def by_blocks(
     return result if sinks is None or sinks.grad is None else [*result, sinks.grad]
 
 
-@pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2)])
+ways = pytest.mark.parametrize(("kernel", "gathered"), [("exact", False), ("torch", False), ("torch", True)])
+
+
+@ways
+@pytest.mark.parametrize(("size", "heads"), [(2, 2), (3, 4), (4, 4)])
 @pytest.mark.parametrize("documents", ["one", "packed", "left"])
-def test_blocks_equal_the_whole(
-    heads: int, groups: int, size: int, kernel: str, documents: str, gathered: bool
-) -> None:
+def test_blocks_equal_the_whole(size: int, heads: int, kernel: str, documents: str, gathered: bool) -> None:
     length = 4 * size
-    tensors = make(heads, groups, length)
+    tensors = make(heads, 2, length)
     ids = torch.zeros(2, length, dtype=torch.long)
     mask, positions = None, None
     if documents == "packed":
@@ -140,10 +139,9 @@ def test_blocks_equal_the_whole(
         torch.testing.assert_close(mine.double(), theirs, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("kernel", KERNELS)
+@ways
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("window", [1, 3, 4, 5, 9, 100])  # parts have four tokens
+@pytest.mark.parametrize("window", [1, 3, 5, 9])  # parts have four tokens
 @pytest.mark.parametrize("packed", [False, True])
 def test_windows_equal_the_whole(packed: bool, window: int, size: int, kernel: str, gathered: bool) -> None:
     length = 8 * size
@@ -165,12 +163,11 @@ class Unpadding(Exact):
 
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("unpads", [False, True])
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("window", [None, 3, 9])
+@pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("hidden", [slice(0, 7), slice(4, 10), slice(9, None), slice(None)], ids=str)
-def test_a_mask_hides_keys(hidden: slice, window: int | None, size: int, unpads: bool, gathered: bool) -> None:
+def test_a_mask_hides_keys(hidden: slice, window: int | None, unpads: bool, gathered: bool) -> None:
     """Queries that are hidden see what stands before them; where tokens are taken out, they get zeros."""
-    length = 8 * size
+    size, length = 3, 24
     tensors = make(4, 2, length, batch=1)
     mask = torch.ones(1, length, dtype=torch.long)
     mask[:, hidden] = 0

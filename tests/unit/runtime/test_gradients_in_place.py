@@ -1,5 +1,6 @@
 """Gradients are averaged where they lie: what is copied at all is copied once, and there is no second set of them."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -137,3 +138,32 @@ def test_who_has_no_gradient_gets_none(summed: list[Tensor]) -> None:
     reduce(parameters)
     assert [value.shape for value in summed] == [(4 * 3 + 2 * 3,)]
     assert parameters[1].grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_that_were_moved_take_no_memory(dtype: torch.dtype) -> None:
+    """Those in half precision are read when the piece is summed, and are free behind that."""
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((7, 5), (3,), (64, 2))]
+    axis = Axis(SilentTransport(1, 0))
+    flat = FlatParameter("weights", dict.fromkeys(parameters, COPIED), axis, axis)
+    flat.shard_in_place(torch.device("cpu"))
+    first, unused, last = parameters
+    left, values = [], []
+    for parameter in (first, last):
+        parameter.grad = torch.randn(parameter.shape).to(dtype)
+        left.append(weakref.ref(parameter.grad))
+        values.append(parameter.grad.clone())
+    reduction = gradients.FlatParameterGradients(flat)
+    taken = reduction.take()
+    assert taken is not None
+    assert all((result() is None) == (dtype is torch.float32) for result in left)
+    for work in (reduction.reduce_scatter(taken), reduction.complete(2)[1]):
+        work()
+    del work
+    assert all(result() is None for result in left)
+    assert flat.shards[unused].grad is None
+    for parameter, value in zip((first, last), values, strict=True):
+        assert parameter.grad is None
+        grad = flat.shards[parameter].grad
+        assert grad is not None
+        assert torch.equal(grad, (value.float() / 2).to(dtype).flatten())

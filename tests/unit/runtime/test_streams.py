@@ -115,16 +115,6 @@ def test_a_failure_stays_in_its_lane(streams: Streams) -> None:
             streams.wait(event)
 
 
-def test_whether_work_is_over_is_asked_without_waiting(streams: Streams) -> None:
-    gate = Gate()
-    event = streams.issue(NEAR, gate, (), "held")
-    assert event.kind is NEAR
-    assert not streams.is_over(event)
-    gate.open.set()
-    streams.wait(event)
-    assert streams.is_over(event)
-
-
 def test_an_error_is_raised_at_wait_and_ends_the_stream(streams: Streams) -> None:
     log: list[str] = []
     good = streams.issue(NEAR, lambda: log.append("good"), (), "good")

@@ -49,12 +49,3 @@ def test_a_long_trace_is_read_in_linear_time() -> None:
         spans=[Span(("compute", "intra_node")[place % 2], "", place, place + 1.5) for place in range(100_000)]
     )
     assert trace.overlapped() == 49_999.5
-
-
-def test_by_hand() -> None:
-    trace = Trace()
-    assert (trace.busy(True), trace.busy(False), trace.overlapped()) == (0, 0, 0)
-    trace.spans += [Span("compute", "a", 0, 4), Span("intra_node", "b", 1, 2), Span("inter_node", "c", 1.5, 5)]
-    assert (trace.busy(True), trace.busy(False), trace.overlapped()) == (4, 4, 3)
-    trace.note("issue", "b")
-    assert trace.events == [("issue", "b")]

@@ -1,5 +1,8 @@
 """What the watch asks of the store does not grow with the number of ranks, and still every rank hears who has died."""
 
+import io
+import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -146,3 +149,26 @@ def test_whose_fault_an_error_of_communication_is(server: HashStore, monkeypatch
     assert ranks[1].find_culprit() == "rank 2 died: no sign of life for 0 s"
     going.set()
     thread.join()
+
+
+class Ended(Exception):
+    pass
+
+
+def test_the_last_word_does_not_go_into_a_replaced_stderr(monkeypatch, capfd) -> None:
+    """torch.distributed's exception hook replaces sys.stderr while it formats a traceback."""
+
+    def end(status: int) -> None:
+        raise Ended
+
+    watch = Watch.__new__(Watch)
+    watch.rank = 0
+    watch._stop = threading.Event()
+    monkeypatch.setattr(heartbeat, "GRACE", 0.01)
+    monkeypatch.setattr(os, "_exit", end)
+    seen = sys.stderr
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with pytest.raises(Ended):
+        watch._end("rank 1 failed: RuntimeError: broken")
+    monkeypatch.setattr(sys, "stderr", seen)
+    assert "rank 0 ends because rank 1 failed: RuntimeError: broken" in capfd.readouterr().err

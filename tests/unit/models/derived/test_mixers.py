@@ -46,14 +46,6 @@ def cuts(name: str) -> dict[str, Placement]:
     ("name", "expected"),
     [
         ("qwen3_5", {"conv1d.weight": (0, (32, 32, 64)), "dt_bias": (0, ()), "A_log": (0, ())}),
-        slow("kimi_linear", {"conv1d.weight": (0, (64, 64, 64)), "dt_bias": (0, ()), "A_log": (2, ())}),
-        slow(
-            "bamba",
-            {
-                **{f"conv1d.{each}": (0, (128, 16, 16)) for each in ("weight", "bias")},
-                **dict.fromkeys(("A_log", "D", "dt_bias", "norm.weight"), (0, ())),
-            },
-        ),
         ("lfm2", {"conv.weight": (0, ())}),
     ],
 )
@@ -181,15 +173,15 @@ def test_convolutions_over_a_shared_sequence_take_the_tokens_before_each_part(cp
 
 
 @pytest.mark.parametrize(
-    ("model", "name", "sizes"),
+    ("model", "name", "sizes", "cp_size", "length"),
     [
-        ("qwen3_5", "linear_attn.torch_chunk_gated_delta_rule", (128, 4, 4)),
-        slow("kimi_linear", "self_attn.chunk_kimi_delta_attention", (192, 64, 4)),
+        ("qwen3_5", "linear_attn.torch_chunk_gated_delta_rule", (128, 4, 4), 2, 134),
+        ("qwen3_5", "linear_attn.torch_chunk_gated_delta_rule", (128, 4, 4), 3, 5),
+        slow("kimi_linear", "self_attn.chunk_kimi_delta_attention", (192, 64, 4), 2, 134),
     ],
 )
-@pytest.mark.parametrize(("cp_size", "length"), [(2, 134), (3, 5)])
 def test_states_are_handed_over_the_parts_of_a_shared_sequence(
-    cp_size: int, length: int, model: str, name: str, sizes: Sequence[int]
+    model: str, name: str, sizes: Sequence[int], cp_size: int, length: int
 ) -> None:
     def run(ranks: Sequence[Any], parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         results = [each[name].function(*values) for each, values in zip(ranks, parts, strict=True)]
