@@ -23,7 +23,7 @@ from hf_helix.engine.recompute import problems_of
 from hf_helix.integrations.accelerate.checks import launch_problems
 from hf_helix.integrations.optimizers import FUSED_OPTIMIZERS, MODEL, NAMES, check_trainers_optimizer, cuts_of
 from hf_helix.integrations.trainer.trl import SFT_TRAINER, name_of
-from hf_helix.integrations.upstream import hidden_methods
+from hf_helix.integrations.upstream import hidden_methods, mentions
 from hf_helix.runtime.distributed.mesh import check_joined
 
 # Field, test for refused values, alternative.
@@ -200,10 +200,13 @@ def check_overrides(trainer: Any) -> None:
     for hook, hidden in hidden_methods(type(trainer)):
         if hidden is not Trainer and name_of(hidden) != SFT_TRAINER and hook not in called:
             base = next(each for each in hidden.__mro__[1:] if hook in vars(each)).__name__
+            remedy = f"write `class Cut{base}(HelixTrainerMixin, {base})` and `class {name}({hidden.__name__}, Cut{base})`"
+            if "super" not in mentions(vars(hidden)[hook]):
+                other = "compute the loss in compute_loss" if hook == "training_step" else f"call super().{hook} in it"
+                remedy = f"in front it would hide the mixin's, since it does not call super().{hook}: {other}"
             raise ValueError(
                 f"{name} has {hidden.__name__} behind HelixTrainerMixin, so that {hidden.__name__}.{hook} is never "
-                f"called; write `class Cut{base}(HelixTrainerMixin, {base})` and `class {name}({hidden.__name__}, "
-                f"Cut{base})`"
+                f"called; {remedy}"
             )
     if trainer.helix.ends_at_decoder:
         return

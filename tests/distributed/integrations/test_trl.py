@@ -12,6 +12,8 @@ from hf_helix.runtime.divided import plain_parameters
 
 LEFT_OUT = ("eval_runtime", "eval_s", "train_", "helix", "epoch", "step_time")
 ONLINE, PREFERENCES, TEACHERS = ("grpo", "rloo"), ("dpo", "kto", "synced"), ("gkd", "distillation")
+LOSSES = ["sigmoid", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "apo_zero", "apo_down"]
+REPEATED = {"repetition_penalty": 1.2, "entropy_coef": 0.01, "cast_lm_head_to_fp32": True}
 TP, PP, CP, SHARDS = {"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}, {"shard_parameters": True}
 
 
@@ -147,12 +149,15 @@ def follow(
         slow("dpo", PP, {"resumes": True}),
         slow("dpo", TP, {"precompute_ref_log_probs": True}),
         slow("dpo", TP, {"saved": "in bf16"}),
+        slow("dpo", TP, {"loss_type": LOSSES, "loss_weights": [1 / len(LOSSES)] * len(LOSSES), "label_smoothing": 0.1}),
+        slow("dpo", PP, {"ld_alpha": 0.5, "use_weighting": True, "f_divergence_type": "js_divergence"}),
         slow("synced", PP, {}),
         slow("kto", TP, {}),
         slow("kto", PP, {"family": "Qwen3Moe"}),
         slow("reward", TP, {"family": "Mixtral"}),
         slow("reward", PP, {}),
         slow("grpo", TP, {}),
+        slow("grpo", TP, {"num_iterations": 2, "importance_sampling_level": "sequence", "top_p": 0.9, **REPEATED}),
         slow("grpo", PP, {"family": "Mixtral"}),
         slow("grpo", CP, {"lora": True}),
         slow("rloo", TP, {"lora": True}),

@@ -280,6 +280,19 @@ class CutTwice(HelixTrainerMixin, Twice):
     """With an override that the mixin would hide."""
 
 
+class Alone(Trainer):
+    """With a step of its own."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = self.compute_loss(model, inputs)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class CutAlone(HelixTrainerMixin, Alone):
+    """With an override that would hide the mixin's in front of it, too."""
+
+
 class CutSeq2Seq(HelixTrainerMixin, Seq2SeqTrainer):
     """With an override of Transformers that the mixin would hide."""
 
@@ -288,6 +301,7 @@ class CutSeq2Seq(HelixTrainerMixin, Seq2SeqTrainer):
     ("kind", "words"),
     [
         (CutTwice, r"Twice.training_step is never called; write .*`class CutTwice\(Twice, CutTrainer\)`"),
+        (CutAlone, r"Alone.training_step is never called; in front it would hide the mixin's, .* in compute_loss"),
         (CutSeq2Seq, r"Seq2SeqTrainer.prediction_step is never .*`class CutSeq2Seq\(Seq2SeqTrainer, CutTrainer\)`"),
     ],
 )
