@@ -37,15 +37,15 @@ demo: $(STAMP)  ## train a small Llama on two processes over an emulated link, a
 		--link even --gradient_accumulation_steps 8 --max_steps 30
 
 test: $(STAMP)  ## run the tests, two files at a time
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP)  ## run the tests that take minutes and the further combinations, two files at a time; about three hours
-	$(BIN)/python -m pytest -m slow --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m slow --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-oldest:  ## run the tests in .venv-oldest, with the oldest versions that are promised; TORCH=... for another torch
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet $(OLD_VERSIONS) --editable '.[dev]'
-	$(OLDEST)/bin/python -m pytest --numprocesses 2 --dist loadfile
+	$(OLDEST)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 package:  ## build sdist and wheel in dist/, install the wheel alone into .venv-package, and run what a user runs first
 	rm -rf dist $(PACKAGE)
