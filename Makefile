@@ -39,7 +39,7 @@ demo: $(STAMP)  ## train a small Llama on two processes over an emulated link, a
 test: $(STAMP)  ## run the tests, two files at a time
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-test-slow: $(STAMP)  ## run the tests that take minutes and the further combinations, two files at a time; about three hours
+test-slow: $(STAMP)  ## run the tests that take minutes and the further combinations, two files at a time; about two hours
 	$(BIN)/python -m pytest -m slow --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-oldest:  ## run the tests in .venv-oldest, with the oldest versions that are promised; TORCH=... for another torch
