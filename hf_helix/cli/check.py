@@ -138,7 +138,7 @@ def _print_operators(subject: Subject, sizes: Mapping[str, Any]) -> None:
     tp, cp, experts = (
         Axis(SilentTransport(size, 0)) for size in (config.tp_size, config.cp_size, config.ep_size * config.tp_size)
     )
-    print(text_of_units(model, family_of(model).units(model, ParallelContext(tp, cp, experts))))
+    print(_text_of_units(model, family_of(model).units(model, ParallelContext(tp, cp, experts))))
 
 
 def _join_ranks() -> None:
@@ -171,7 +171,7 @@ def _say(proof: Proof, verbose: bool) -> None:
     sys.stdout.flush()
 
 
-def text_of_units(model: Any, units: Sequence[Unit]) -> str:
+def _text_of_units(model: Any, units: Sequence[Unit]) -> str:
     """Returns the operators of every kind of unit, and the cuts of its parameters."""
     kinds: dict[str, list[Unit]] = {}
     for unit in units:

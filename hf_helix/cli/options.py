@@ -1,33 +1,28 @@
 """Commands and their options: the fields of a dataclass, as `HfArgumentParser` of Transformers has them.
 
-In:   a subclass of `Command`.
-Out:  its parser, and an instance with the options of a command line.
-Must hold: nothing here imports torch; an option of `HelixConfig` has its words and its default from there.
+In:   a subclass of `Command`; names of files, profiles, the words of a command line.
+Out:  its parser, and an instance with the options of a command line; what several commands share: paths, profiles,
+      sizes and schedules; processes with a process group, each on its device.
+Must hold: nothing here imports torch at module level; a command ends with the status of its processes; an option
+of `HelixConfig` has its words and its default from there.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
-import re
-from dataclasses import dataclass, field, fields
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin, get_type_hints
-
-from hf_helix.config import SCHEDULES, HelixConfig, described_options, nearest
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin, get_type_hints
 
-from hf_helix.config import AUTO
+from hf_helix.config import AUTO, SCHEDULES, HelixConfig, described_options, nearest
 from hf_helix.planning.graph.recompute import recompute_profile
 from hf_helix.planning.schedule.actions import Schedule
 from hf_helix.planning.schedule.scheduler import Scheduler
@@ -37,6 +32,8 @@ from hf_helix.planning.timing.profile_file import load_profile
 
 if TYPE_CHECKING:
     import torch
+
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 VALUES = {
     "schedule": f": {', '.join(SCHEDULES)}, or the path of a file of actions",

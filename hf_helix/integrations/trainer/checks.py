@@ -199,11 +199,13 @@ def check_overrides(trainer: Any) -> None:
     called = _CALLED_FOR_OWN_LOSSES if trainer.helix.ends_at_decoder else ()
     for hook, hidden in hidden_methods(type(trainer)):
         if hidden is not Trainer and name_of(hidden) != SFT_TRAINER and hook not in called:
-            base = next(each for each in hidden.__mro__[1:] if hook in vars(each)).__name__
-            remedy = (
-                f"write `class Cut{base}(HelixTrainerMixin, {base})` and `class {name}({hidden.__name__}, Cut{base})`"
-            )
-            if "super" not in mentions(vars(hidden)[hook]):
+            if "super" in mentions(vars(hidden)[hook]):
+                base = next(each for each in hidden.__mro__[1:] if hook in vars(each)).__name__
+                classes = (
+                    f"`class Cut{base}(HelixTrainerMixin, {base})` and `class {name}({hidden.__name__}, Cut{base})`"
+                )
+                remedy = f"write {classes}"
+            else:
                 other = "compute the loss in compute_loss" if hook == "training_step" else f"call super().{hook} in it"
                 remedy = f"in front it would hide the mixin's, since it does not call super().{hook}: {other}"
             raise ValueError(
