@@ -13,7 +13,7 @@ Gradients are left as between two optimizer steps.
 import functools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -342,7 +342,7 @@ class Bench:
     def _instruction(self, repeat: int, timed: TimedOperator, ends: bool = False) -> Instruction:
         made = unit_instructions(self.runner.layout, (repeat, timed.unit, timed.op.part is Part.F))
         instruction = next(i for i in made if i.operator is not None and i.operator.name == timed.op.name)
-        return replace(instruction, ends=ends)
+        return instruction._replace(ends=ends)
 
     def _run(self, program: Sequence[Instruction]) -> list[Span]:
         meet(self.runner)

@@ -35,7 +35,7 @@ def arrays_of(program: Sequence[Instruction], layout: Layout, times: Times) -> W
         KeyError: `times` lacks an operator.
     """
     numbers: dict[tuple[str, str], int] = {}
-    arrays = WindowArrays([], [], [], [], [])
+    arrays = WindowArrays([], [], [], [], [], [], [], [])
     writers: dict[tuple[int, object], int] = {}
     forwards: dict[tuple[int, int, str], int] = {}
     pending: dict[int, list[int]] = {}

@@ -45,7 +45,7 @@ def _link_loads(profile: Profile, arrays: WindowArrays, rank: int, count: int) -
     if emulated:
         streams = {STREAMS.index(kind) for kind in moving if not kind.copies}
         mine = (
-            place for place in range(len(arrays)) if arrays.rank(place) == rank and arrays.streams[place] in streams
+            place for place in range(len(arrays)) if arrays.ranks[place] == rank and arrays.streams[place] in streams
         )
         sent = count * sum(profile.bytes.get(arrays.names[arrays.entries[place]], 0) for place in mine)
         sent += sum(profile.bytes.get(name, 0) for name in names_per_step(profile.layout, rank, count))
@@ -69,7 +69,7 @@ def _critical_path(arrays: WindowArrays, layout: Layout, strand: str, rank: int)
     """Seconds of the critical paths through all repeating units of a strand of a rank."""
     names = [arrays.names[entry] for entry in arrays.entries]
     seconds = dict(zip(names, arrays.seconds, strict=True))
-    passes = Counter(name for place, name in enumerate(names) if arrays.rank(place) == rank)
+    passes = Counter(name for place, name in enumerate(names) if arrays.ranks[place] == rank)
     total = 0.0
     for unit, pair in layout.graphs.items():
         graph = pair.forward if strand == "F" else pair.backward

@@ -8,16 +8,15 @@ Must hold: every operator of a unit once, each after the writers of its inputs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from itertools import zip_longest
+from typing import NamedTuple
 
 from hf_helix.planning.graph.operator import Operator, Part
 from hf_helix.planning.schedule.actions import Action, Slot
 from hf_helix.planning.window.layout import GATHERS, REDUCTIONS, Key, Layout, Name
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
+class Instruction(NamedTuple):
     """One operator for one micro-batch; without an operator, a barrier.
 
     Attributes:
@@ -54,26 +53,8 @@ class Instruction:
         return self.reads + added + self.control_deps + self.weights
 
     def of(self, microbatch: int) -> Instruction:
-        """The instruction for another micro-batch; written out, because `replace` takes five times as long."""
-        return Instruction(
-            microbatch,
-            self.unit,
-            self.operator,
-            self.reads,
-            self.accumulates,
-            self.writes,
-            self.frees,
-            self.ends,
-            self.reduction,
-            self.control_deps,
-            self.weights,
-            self.gather,
-        )
-
-
-def barrier(unit: int) -> Instruction:
-    """The barrier of the rank of a unit."""
-    return replace(BARRIER_INSTRUCTION, unit=unit)
+        """The instruction for another micro-batch."""
+        return Instruction(microbatch, *self[1:])
 
 
 BARRIER_INSTRUCTION = Instruction(-1, -1, None)

@@ -8,7 +8,7 @@ messages between two ranks are received in the order of sending.
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hf_helix.planning.collection import without_collection
@@ -104,7 +104,7 @@ def free_values(program: list[Instruction], keep: Collection[Key] = ()) -> list[
             frees = tuple([key for key in keys if key not in known])
             known.update(frees)
             if frees or ends:
-                instruction = replace(instruction, frees=frees, ends=ends)
+                instruction = instruction._replace(frees=frees, ends=ends)
         freed.append(instruction)
     return freed[::-1]
 

@@ -30,7 +30,7 @@ from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
 from hf_helix.planning.plan.block_plan import BARRIER, Order, entries, sequential
 from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.profile import Profile
-from hf_helix.planning.window.window import COMPUTE, STREAMS, WindowArrays
+from hf_helix.planning.window.window import COMPUTE, NONE, STREAMS, WindowArrays
 
 SEGMENT = 3
 MOVED = 2
@@ -142,6 +142,9 @@ class _Block:
             [[place[need] for need in self.waits[i] if need in place] for i in group],
             list(range(len(group))),
             [self._names[i] for i in group],
+            [0] * len(group),
+            [0] * len(group),
+            [NONE] * len(group),
         )
         return simulate(arrays, self._slowdown).seconds
 

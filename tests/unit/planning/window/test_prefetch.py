@@ -191,7 +191,7 @@ def test_long_windows_gather_alike(rule: str, num_ranks: int, ahead: int):
         whole = ordered.lengthened(ordered.repeats, rank).ordered.program(rank)
         assert short.repeats
         assert len(short.once) < len(whole)
-        assert [replace(each, frees=(), ends=False) for each in short] == whole
+        assert [each._replace(frees=(), ends=False) for each in short] == whole
         assert num_ranks > 1 or list(short) == build_programs(schedule, layout, plan)[0]
         validate_program(short, [loss_gradient(layout)], layout)
         programs += list(short)

@@ -98,7 +98,7 @@ def test_the_validator_finds_shared_gradients_out_of_turn():
     adds = [i.operator.part is not Part.F and (i.unit, i.operator.name) in layout.shared[0] for i in program]
     places = [place for place, result in enumerate(adds) if result]
     late = program.pop(places[0])  # the head's of the first micro-batch, behind its embedding
-    kept = [replace(i, frees=()) for i in program]
+    kept = [i._replace(frees=()) for i in program]
     moved = [*kept[: places[1]], replace(late, frees=()), *kept[places[1] :]]
     validate_program(moved, sources)  # nothing else is wrong with it
     with pytest.raises(ValueError, match=r"adds to a shared gradient out of turn"):

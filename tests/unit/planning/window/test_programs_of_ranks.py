@@ -82,7 +82,7 @@ def transfers(program: Iterable[Instruction]) -> dict[tuple[int, bool], list[int
 
 def check_ranks(programs: list[list[Instruction]], layout: Layout, schedule: Schedule) -> None:
     everything = [i for program in programs for i in operators_of(program)]
-    bare = [replace(i, frees=(), ends=False) for i in everything]
+    bare = [i._replace(frees=(), ends=False) for i in everything]
     assert by_operator(bare) == by_operator(window_instructions(schedule, layout))
     for rank, (program, slots) in enumerate(zip(programs, schedule, strict=True)):
         assert {layout.rank_of(i.unit) for i in program} == {rank}

@@ -79,7 +79,7 @@ def programs_of(schedule: Schedule, profile: Profile, plan: Plan) -> list[list[I
 
 
 def without_order_of_frees(program: list[Instruction]) -> list[Instruction]:
-    return [replace(each, frees=tuple(sorted(each.frees))) for each in program]
+    return [each._replace(frees=tuple(sorted(each.frees))) for each in program]
 
 
 def test_a_schedule_without_a_rhythm_is_left_as_it_is():
@@ -153,7 +153,7 @@ def test_priority_plans_of_several_ranks_are_valid_within_their_memory_and_hardl
     assert order_window(plan, schedule, layout).repeats
     programs, whole = programs_of(schedule, profile, plan), build_programs(schedule, layout, plan)
     for program, other, slots in zip(programs, whole, schedule, strict=True):
-        bare = [replace(each, frees=(), ends=False) for each in program]
+        bare = [each._replace(frees=(), ends=False) for each in program]
         check_whole_and_in_order(bare, window_instructions([slots], layout))
         assert most_layers_alive(program, layout) <= most_layers_alive(other, layout) + 2
     everything = [each for program in programs for each in operators_of(program)]
