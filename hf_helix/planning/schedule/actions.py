@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 _ACTION = re.compile(r"^(\d+)([FBIW])(\d+)$")
 _FUSED = re.compile(r"^\((\d+F\d+);(\d+[BIW]\d+)\)OVERLAP_F_B$")
@@ -24,8 +25,7 @@ PARTS = {"F": "F", "B": "IW", "I": "I", "W": "W"}
 """The parts of each computation type: the full backward is an input gradient and a weight gradient."""
 
 
-@dataclass(frozen=True, order=True)
-class Action:
+class Action(NamedTuple):
     """One micro-batch through one virtual stage."""
 
     stage: int  # the virtual stage
@@ -37,7 +37,7 @@ class Action:
 
     def later(self, count: int) -> Action:
         """The same action `count` micro-batches later."""
-        return Action(self.stage, self.computation_type, self.microbatch + count)
+        return self._replace(microbatch=self.microbatch + count)
 
     @classmethod
     def parse(cls, text: str) -> Action:

@@ -24,7 +24,7 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
@@ -116,10 +116,10 @@ def _repeated(clock: SlotClock, starts: Mapping[Action, float], period: float) -
         for number in range(clock.num_microbatches)
     ]
     for _, _, number, action in sorted(times):
-        row, action = rows[clock.ranks[action.stage]], replace(action, microbatch=number)
-        joined = replace(action, computation_type="I")
+        row, action = rows[clock.ranks[action.stage]], action.later(number)
+        joined = action._replace(computation_type="I")
         if action.computation_type == "W" and row and row[-1].backward == joined:
-            row[-1] = Slot(backward=replace(action, computation_type="B"))
+            row[-1] = Slot(backward=action._replace(computation_type="B"))
         else:
             row.append(Slot.alone(action))
     return rows

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from support.graphs import LLAMA, layout_of, llama_layer
+from support.programs import build_programs
 
 from hf_helix.config import RULES
 from hf_helix.planning.graph.backward import GraphPair, derive_backward
@@ -16,7 +17,7 @@ from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.named import build_schedule
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.planning.window.layout import named_operators
-from hf_helix.planning.window.program import build_programs, validate_program
+from hf_helix.planning.window.program import validate_program
 from hf_helix.planning.window.window import pattern_of
 
 LINEARS = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")

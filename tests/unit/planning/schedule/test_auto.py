@@ -13,7 +13,7 @@ from hf_helix.planning.schedule.actions import Slot, format_schedule, parse_sche
 from hf_helix.planning.schedule.auto import SEARCHED, Policy, choose_schedule, list_schedule
 from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.schedule.placement import FOLD, stage_ranks
-from hf_helix.planning.schedule.scheduler import find_schedule
+from hf_helix.planning.schedule.scheduler import Scheduler, simulate_layers
 from hf_helix.planning.schedule.slot_clock import Costs, Simulated, SlotClock, simulate_schedule
 from hf_helix.planning.schedule.validate import validate
 
@@ -255,13 +255,13 @@ def test_refinement_helps(costs: dict[str, float], monkeypatch: pytest.MonkeyPat
 def test_schedules_are_found_by_name_or_path(tmp_path: Path, hasty: None):
     costs, path = even(4), tmp_path / "schedule.txt"
     for name in PLACEMENT_OF:
-        assert find_schedule(name, 2, 5, costs) == (name, build_schedule(name, 2, 5))
-        assert find_schedule(name, 2, None, costs) == (name, build_schedule(name, 2, 6))
-    assert find_schedule("auto", 2, 5, costs) == choose_schedule(2, 5, costs)
+        assert Scheduler(name, 2, costs).find(5) == (name, build_schedule(name, 2, 5))
+        assert simulate_layers(name, 2, None)[1].schedule == build_schedule(name, 2, 6)
+    assert Scheduler("auto", 2, costs).find(5) == choose_schedule(2, 5, costs)
     path.write_text(format_schedule(build_schedule("folded_1f1b", 2, 5)))
-    for count in (None, 5):
-        assert find_schedule(str(path), 2, count, costs) == (str(path), build_schedule("folded_1f1b", 2, 5))
+    assert Scheduler(str(path), 2, costs).find(5) == (str(path), build_schedule("folded_1f1b", 2, 5))
+    assert simulate_layers(str(path), 2, None)[1].schedule == build_schedule("folded_1f1b", 2, 5)
     with pytest.raises(
         ValueError, match=r"'magic' is neither .* use one of auto, folded_1f1b, dualpipe_v, 1f1b, or the"
     ):
-        find_schedule("magic", 2, 5, costs)
+        Scheduler("magic", 2, costs)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.graphs import SMALL, UNTILED, layout_of, loss_gradient, profile_of, schedule_of, timeline_of
+from support.programs import build_programs
 
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.plan import search as searching
@@ -25,7 +26,7 @@ from hf_helix.planning.window.layout import (
     named_gathers,
     named_reductions,
 )
-from hf_helix.planning.window.program import build_program, build_programs, validate_program
+from hf_helix.planning.window.program import build_program, validate_program
 from hf_helix.planning.window.window import COMPUTE, Window
 
 LAYERS = 8

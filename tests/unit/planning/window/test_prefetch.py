@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from support.arrays import arrays_of, window_instructions
 from support.graphs import autograd, compute, linear, loss_gradient, pair, pipeline_of, profile_of, schedule_of
+from support.programs import build_programs
 
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Kind, Operator, Part
@@ -19,7 +20,7 @@ from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile_file import graph_data, graph_from
 from hf_helix.planning.window.instructions import Instruction, pass_instructions, unit_instructions
 from hf_helix.planning.window.layout import Key, Layout, named_operators
-from hf_helix.planning.window.program import build_program, build_programs, validate_program
+from hf_helix.planning.window.program import build_program, validate_program
 from hf_helix.planning.window.repetition import order_window
 from hf_helix.planning.window.window import COMPUTE, Window
 

@@ -19,6 +19,7 @@ from support.graphs import (
     random_priority,
 )
 from support.marks import slow
+from support.programs import build_programs
 
 from hf_helix.config import RECOMPUTE
 from hf_helix.planning.graph.backward import GraphPair
@@ -34,7 +35,7 @@ from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Pair, Profile
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Layout, Name
-from hf_helix.planning.window.program import build_program, build_programs, validate_program
+from hf_helix.planning.window.program import build_program, validate_program
 from hf_helix.planning.window.repetition import Periodic, order_window
 from hf_helix.planning.window.window import Window
 
