@@ -196,11 +196,14 @@ FORMS: dict[Any, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 TYPES = get_type_hints(Operator)
 
 
+LISTS = ("inputs", "outputs", "shown", "plain_inputs")
+"""The lists of values of a graph; files leave out empty ones."""
+
+
 def graph_data(graph: Graph) -> dict[str, Any]:
     """The data of a graph for a file."""
     return {
-        "inputs": " ".join(graph.inputs),
-        "outputs": " ".join(graph.outputs),
+        **{name: " ".join(getattr(graph, name)) for name in LISTS if getattr(graph, name)},
         "repeats": graph.repeats,
         "operators": [_operator_data(operator) for operator in graph.operators],
     }
@@ -215,7 +218,8 @@ def graph_from(name: str, data: Mapping[str, Any]) -> Graph:
     operators = tuple(_operator_from(operator) for operator in data["operators"])
     if not isinstance(data["repeats"], bool):
         raise ValueError(f"graph {name!r}: repeats must be true or false, got {data['repeats']!r}")
-    return Graph(name, operators, tuple(data["inputs"].split()), tuple(data["outputs"].split()), data["repeats"])
+    lists = {key: tuple(data.get(key, "").split()) for key in LISTS}
+    return Graph(name, operators, repeats=data["repeats"], **lists)
 
 
 def _operator_data(operator: Operator) -> dict[str, Any]:
