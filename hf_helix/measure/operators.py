@@ -46,11 +46,8 @@ from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, Instructi
 from hf_helix.planning.window.layout import (
     Key,
     Name,
-    named_copies,
-    named_gathers,
     named_operators,
     named_per_step,
-    named_reductions,
 )
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.executor import BoundComputation, BoundTransfer, bind, issue_gather, no_sources
@@ -70,7 +67,7 @@ Times = tuple[dict[Name, list[float]], dict[Name, int]]
 def time_reductions(runner: Runner, repeats: int) -> Times:
     """Returns the times of every gradient reduction of this rank. Collective. The smallest and the largest are timed,
     others lie between by their bytes: a reduction takes a latency and a time per byte."""
-    layout, names = runner.layout, [name for name, _ in named_reductions(runner.layout)]
+    layout, names = runner.layout, runner.layout.reduction_names
     held = {names[number]: layout.reductions[number].bytes for number in layout.reductions_of(runner.rank_units.rank)}
     planned = [bucket for bucket in runner.buckets if bucket.is_planned]
     if not held or not planned:  # the user may have frozen everything here since the layout was made
@@ -107,7 +104,7 @@ def _time_reduction(runner: Runner, bucket: Bucket, repeats: int) -> list[float]
 
 def time_gathers(runner: Runner, repeats: int) -> Times:
     """Returns the times of every weight gather of this rank; of equal lengths the first is timed. Collective."""
-    layout, names = runner.layout, [name for name, _ in named_gathers(runner.layout)]
+    layout, names = runner.layout, runner.layout.gather_names
     streams = runner.executor.streams
     known: dict[tuple[object, int], list[float]] = {}
     seconds: dict[Name, list[float]] = {}
@@ -140,9 +137,7 @@ def time_copies(runner: Runner, repeats: int) -> Times:
     moves = {Kind.UP: lambda: host.up(copy), Kind.DOWN: lambda: host.link.down(on_host, copy)}
     streams, rank = runner.executor.streams, runner.rank_units.rank
     seconds = {kind: time_in_a_row(streams, kind, move, repeats) for kind, move in moves.items()}
-    names: dict[Kind, list[Name]] = {kind: [] for kind in moves}
-    for name, op in named_copies(runner.layout):
-        names[op.kind].append(name)
+    names = {kind: runner.layout.copy_names(kind) for kind in moves}
     planned = [bucket.flat for bucket in runner.buckets if bucket.is_planned]
     flats = dict(zip([names[Kind.DOWN][number] for number in runner.layout.reductions_of(rank)], planned, strict=True))
     for number in runner.layout.gathers_of(rank):

@@ -80,7 +80,7 @@ class Scheduler:
         """The schedule of a window behind its label: its name or, of `auto`, as `choose_schedule` returns it.
 
         Raises:
-            ValueError: as `choose_schedule`, `build_schedule` and `load_schedule`.
+            ValueError: as `build_schedule` and `load_schedule`.
         """
         if num_microbatches not in self._made:
             self._made[num_microbatches] = self._find(num_microbatches)

@@ -20,7 +20,6 @@ from hf_helix.planning.window.layout import (
     Layout,
     Name,
     is_per_step,
-    named_copies,
     named_operators,
     named_per_step,
     names_per_step,
@@ -105,7 +104,7 @@ class Profile:
 
     @cached_property
     def _kinds(self) -> dict[Name, Kind]:
-        return {name: op.kind for name, op in (*named_operators(self.layout), *named_copies(self.layout))}
+        return {name: op.kind for name, op in (*named_operators(self.layout), *named_per_step(self.layout))}
 
     @cached_property
     def _slowdowns(self) -> tuple[dict[tuple[Name, Name], float], dict[tuple[Kind, Kind], float]]:

@@ -150,6 +150,20 @@ class Layout:
         return made
 
     @property
+    def reduction_names(self) -> list[Name]:
+        """The names of the gradient reductions in the order of `reductions`."""
+        return [each.name for each in self.per_step[: len(self.reductions)]]
+
+    @property
+    def gather_names(self) -> list[Name]:
+        """The names of the weight gathers in the order of `gathers`."""
+        return [each.name for each in self.per_step[len(self.reductions) :][: len(self.gathers)]]
+
+    def copy_names(self, kind: Kind) -> list[Name]:
+        """The names of the copies to the host after each reduction (`DOWN`), or to the device before each gather."""
+        return [each.name for each in self.per_step if each.op.kind is kind]
+
+    @property
     def is_spread(self) -> bool:
         """Whether every pipeline rank has slices of the vocabulary."""
         return SEND + OF_SLICES in self.graphs
@@ -265,22 +279,6 @@ def named_operators(layout: Layout) -> Iterator[tuple[Name, Operator]]:
     for unit, pair in layout.graphs.items():
         for entry, op in pair.entries():
             yield (unit, entry), op
-
-
-def named_reductions(layout: Layout) -> list[tuple[Name, Operator]]:
-    """Every gradient reduction in the order of the layout."""
-    return [(each.name, each.op) for each in layout.per_step[: len(layout.reductions)]]
-
-
-def named_gathers(layout: Layout) -> list[tuple[Name, Operator]]:
-    """Every weight gather in the order of the layout; `forward_name` is the name of the gathered weights."""
-    first = len(layout.reductions)
-    return [(each.name, each.op) for each in layout.per_step[first : first + len(layout.gathers)]]
-
-
-def named_copies(layout: Layout) -> list[tuple[Name, Operator]]:
-    """The copies between host and device once in a window: down after each reduction, then up before each gather."""
-    return [(each.name, each.op) for each in layout.per_step if each.op.kind.copies]
 
 
 def named_per_step(layout: Layout) -> list[tuple[Name, Operator]]:

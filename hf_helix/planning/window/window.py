@@ -46,7 +46,7 @@ NONE = -1
 
 @dataclass
 class WindowArrays:
-    """Instructions as lists of numbers, an entry for each place; `append` adds to the lists.
+    """Instructions as lists of numbers, an entry for each place; `append_barrier` adds to the lists.
 
     Attributes:
         streams: an index into `STREAMS`.
@@ -77,18 +77,12 @@ class WindowArrays:
         keys = zip(self.ranks, self.streams, self.lanes, strict=True)
         return [numbers.setdefault(key, len(numbers)) for key in keys]
 
-    def append(self, stream: int, seconds: float, needs: list[int], rank: int, entry: int = NONE) -> int:
-        """Adds an instruction and returns its place.
-
-        Args:
-            stream: an index into `STREAMS`.
-            needs: the places to end first.
-            entry: the operator, as an index into `names`; `NONE` for a barrier.
-        """
-        rows = (self.streams, stream), (self.entries, entry), (self.ranks, rank), (self.lanes, 0)
+    def append_barrier(self, needs: list[int], rank: int) -> int:
+        """Adds a barrier of a rank behind the places of `needs`, and returns its place."""
+        rows = (self.streams, COMPUTE), (self.entries, NONE), (self.ranks, rank), (self.lanes, 0)
         for row, number in (*rows, (self.size_sources, NONE)):
             row.append(number)
-        self.seconds.append(seconds)
+        self.seconds.append(0.0)
         self.needs.append(needs)
         return len(self) - 1
 

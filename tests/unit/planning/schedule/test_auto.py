@@ -154,9 +154,9 @@ def named(num_ranks: int, num_microbatches: int, costs: Costs) -> dict[str, Simu
     return {name: simulate_schedule(build_schedule(name, num_ranks, num_microbatches), ranks, costs) for name in names}
 
 
-def chosen(num_ranks: int, num_microbatches: int, costs: Costs, **options: int) -> Simulated:
+def chosen(num_ranks: int, num_microbatches: int, costs: Costs) -> Simulated:
     ranks = stage_ranks(FOLD, num_ranks)
-    label, schedule = choose_schedule(num_ranks, num_microbatches, costs, **options)
+    label, schedule = choose_schedule(num_ranks, num_microbatches, costs)
     validate(schedule, num_microbatches, ranks)
     assert label in ("folded_1f1b", "dualpipe_v", SEARCHED)
     if label != SEARCHED:
@@ -192,17 +192,6 @@ def test_the_choice_on_uneven_stages(seed: int, hasty: None):
     result = chosen(num_ranks, count, costs)
     assert result.seconds <= min(other.seconds for other in named(num_ranks, count, costs).values()) + 1e-9
     assert format_schedule(choose_schedule(num_ranks, count, costs)[1]) == format_schedule(result.schedule)
-
-
-def test_the_choice_keeps_to_the_room_it_is_given_and_makes_use_of_it(hasty: None):
-    costs, seconds = even(6, **UNIT, gain=1.2), []
-    for max_live in (2, 4, 7):
-        result = chosen(3, 9, costs, max_live=max_live)
-        assert max(result.live) <= max_live
-        seconds.append(result.seconds)
-    assert seconds[0] > 1.1 * seconds[1] > 1.1 * 1.1 * seconds[2]
-    with pytest.raises(ValueError, match=r"max_live=1 is too few.* use 2 or more"):
-        choose_schedule(2, 4, even(4), max_live=1)
 
 
 @pytest.mark.slow

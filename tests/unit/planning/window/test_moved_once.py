@@ -22,9 +22,6 @@ from hf_helix.planning.window.layout import (
     GradientReduction,
     Layout,
     WeightGather,
-    named_copies,
-    named_gathers,
-    named_reductions,
 )
 from hf_helix.planning.window.program import build_program, validate_program
 from hf_helix.planning.window.window import COMPUTE, Window
@@ -65,8 +62,8 @@ def profile_with(gather_ms: float = 0.0, sum_ms: float = 0.0, layers: int = 3) -
     layout = summed(layout) if sum_ms else layout
     rough = rough_profile(layout)
     times = {name: 1e-5 if rough.kind(name).communicates else 4e-3 for name in rough.times}
-    times |= {name: gather_ms / 1e3 for name, _ in named_gathers(layout)}
-    times |= {name: sum_ms / 1e3 for name, _ in named_reductions(layout)}
+    times |= dict.fromkeys(layout.gather_names, gather_ms / 1000.0)
+    times |= dict.fromkeys(layout.reduction_names, sum_ms / 1000.0)
     return profile_of(layout, times)
 
 
@@ -75,7 +72,7 @@ def often(profile: Profile, on_host: bool = False) -> Profile:
     first, *others = profile.layout.reductions
     sums = [first, *(replace(each, every_microbatch=True) for each in others)]
     layout = replace(profile.layout, reductions=sums, on_host=on_host)
-    copies = dict.fromkeys((name for name, _ in named_copies(layout)), 1e-3)
+    copies = dict.fromkeys([*layout.copy_names(Kind.DOWN), *layout.copy_names(Kind.UP)], 1e-3)
     return replace(profile, layout=layout, times={**copies, **profile.times})
 
 
@@ -167,7 +164,7 @@ def test_arrays_of_scaled_times_share_nothing_with_their_original() -> None:
     scaled = arrays.with_compute_scaled(2.0)
     assert scaled.needs == arrays.needs
     assert scaled.loads()[Kind.COMPUTE] == pytest.approx(2 * arrays.loads()[Kind.COMPUTE])
-    scaled.needs[0].append(scaled.append(COMPUTE, 0.0, [], 0))
+    scaled.needs[0].append(scaled.append_barrier([], 0))
     assert arrays == same != scaled
 
 
@@ -261,7 +258,7 @@ def test_the_bound_knows_which_link_sums_share() -> None:
     moving = [name for name in quiet.times if quiet.kind(name) is Kind.INTRA_NODE]
     times = {**quiet.times, **dict.fromkeys(moving, 0.1)}
     alone = lower_bound(replace(quiet, times=times), schedule_of(2))
-    sums = [name for name, _ in named_reductions(quiet.layout)]
+    sums = quiet.layout.reduction_names
     times |= dict.fromkeys(sums, alone / 2 / len(sums))
     for over, expected in {"": alone, "inter_node": alone, "intra_node": 1.5 * alone}.items():
         about = {**quiet.about, **({REDUCTIONS_OVER: over} if over else {})}
