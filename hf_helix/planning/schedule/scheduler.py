@@ -161,7 +161,8 @@ def simulate_layers(
 
     of_fold = costs(stage_ranks(FOLD, num_ranks)) if name == AUTO else None
     scheduler = Scheduler(name, num_ranks, of_fold, spread=None)
-    label, schedule = scheduler.find(num_microbatches or scheduler.max_microbatches or 3 * num_ranks)
+    count = scheduler.max_microbatches or 3 * num_ranks if num_microbatches is None else num_microbatches
+    label, schedule = scheduler.find(count)
     ranks = stage_ranks(scheduler.placement, num_ranks)
     return label, simulate_schedule(schedule, ranks, costs(ranks))
 
