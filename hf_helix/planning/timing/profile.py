@@ -192,8 +192,9 @@ def check_times(layout: Layout, times: Mapping[Name, float], pairs: Mapping[tupl
     for name in sorted((known | {name for name, _ in named_per_step(layout)}) - times.keys()):
         what = f"operator {join_name(name)!r}"
         if is_per_step(name):
-            sort = "sums of gradients" if name[0] == REDUCTIONS else "gathers of weights"
-            what = f"the {sort} ({len(layout.reductions or layout.gathers)} here)"
+            is_sum = name[0] == REDUCTIONS
+            what = "sums of gradients" if is_sum else "gathers of weights"
+            what = f"the {what} ({len(layout.reductions if is_sum else layout.gathers)} here)"
         raise ValueError(f"the profile does not cover {what}")
     for name in [*times, *(name for pair in pairs for name in pair)]:
         if name not in known and not is_per_step(name):  # a part of the layout may have none of these

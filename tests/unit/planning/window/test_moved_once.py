@@ -286,7 +286,11 @@ def test_tiles_and_files_keep_them(tmp_path: Path) -> None:
         save_profile(profile, path)
         loaded = load_profile(path).layout
         assert (loaded.gathers, loaded.reductions) == (profile.layout.gathers, profile.layout.reductions)
-    for said, lacking in (("gathers of weights", {"sum_ms": 8.0}), ("sums of gradients", {"gather_ms": 1.0})):
+    gathers, sums = len(once.layout.gathers), len(once.layout.reductions)
+    lacks_gathers = f"gathers of weights \\({gathers} here", {"sum_ms": 8.0}
+    lacks_sums = f"sums of gradients \\({sums} here", {"gather_ms": 1.0}
+    assert gathers != sums
+    for said, lacking in (lacks_gathers, lacks_sums):
         save_profile(profile_with(**lacking), path)
         with pytest.raises(ValueError, match=f"does not cover the {said}"):
             load_profile(path, layout=once.layout)
