@@ -35,7 +35,6 @@ from hf_helix.measure.timing import (
     traced,
 )
 from hf_helix.operators.base import OperatorContext, explicit_gradients
-from hf_helix.operators.communication.emulated_link import bare
 from hf_helix.operators.communication.transport import Recorder
 from hf_helix.operators.zero.host_shard import host_memory
 from hf_helix.operators.zero.zero1 import Zero1FlatParameter
@@ -412,7 +411,6 @@ def _measure(
     spread = {name: max(theirs[name] for _, theirs, *_ in ranks if name in theirs) for name in names}
     like = {name: other for _, _, theirs, _ in ranks for name, other in theirs.items()}
     moved = {name: max(theirs[name] for *_, theirs in ranks if name in theirs) for *_, each in ranks for name in each}
-    without = _without_link(bench)
     measured_pairs = _measure_pairs(bench, times, like, progress) if pairs else {}
     for flat in runner.rank_units.flat_parameters:
         flat.reshard()  # gathered for operators that ran outside a window
@@ -420,9 +418,7 @@ def _measure(
     if runner.layout.num_ranks > 1:  # schedules are chosen by memory
         for mine_of in all_gather_object(operator_memory(runner, window[0])):
             memory |= mine_of
-    return Profile(
-        {**machine(runner), **about}, runner.layout, times, spread, measured_pairs, like, moved, without, memory
-    )
+    return Profile({**machine(runner), **about}, runner.layout, times, spread, measured_pairs, like, moved, memory)
 
 
 def _measure_communication(bench: Bench) -> tuple[dict[Name, list[float]], dict[Name, int]]:
@@ -440,17 +436,6 @@ def _measure_communication(bench: Bench) -> tuple[dict[Name, list[float]], dict[
     for timed in bench.moving:
         seconds[timed.name], sent[timed.name] = bench.time_repeats(timed), bench.bytes_sent(timed)
     return seconds, sent
-
-
-def _without_link(bench: Bench) -> dict[Name, float]:
-    """The times of communication without the emulated link; empty where there is no link."""
-    link = bench.runner.mesh.link
-    if link is None:
-        return {}
-    with bare(link):
-        seconds_by_name, _ = _measure_communication(bench)
-    ranks = all_gather_object({name: statistics.median(seconds) for name, seconds in seconds_by_name.items()})
-    return {name: min(each[name] for each in ranks if name in each) for mine in ranks for name in mine}
 
 
 def _measure_computation(runner: Runner, window: Sequence[MicroBatch]) -> dict[Name, list[float]]:

@@ -22,7 +22,6 @@ from hf_helix.planning.window.layout import (
     is_per_step,
     named_operators,
     named_per_step,
-    names_per_step,
 )
 
 EMULATED_LINK = "emulated_link"
@@ -82,7 +81,6 @@ class Profile:
         pairs: operators measured concurrently.
         like: an operator -> an equal one (a collective of the same size) that `pairs` names.
         bytes: sent by a rank in each operator that communicates.
-        bare: seconds of each of these without the emulated link of `times`; empty without one.
         memory: of each operator, in the order of one strand; empty if not measured.
     """
 
@@ -93,7 +91,6 @@ class Profile:
     pairs: Mapping[tuple[Name, Name], Pair] = field(default_factory=dict)
     like: Mapping[Name, Name] = field(default_factory=dict)
     bytes: Mapping[Name, int] = field(default_factory=dict)
-    bare: Mapping[Name, float] = field(default_factory=dict)
     memory: Mapping[Name, OperatorMemory] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -160,17 +157,6 @@ def rough_profile(layout: Layout) -> Profile:
     """A profile without a measurement: the relative cost of every operator, in milliseconds."""
     operators = (*named_operators(layout), *named_per_step(layout))
     return Profile({"measured": "no"}, layout, {name: op.relative_cost * 1e-3 for name, op in operators})
-
-
-def seconds_per_step(profile: Profile, rank: int, count: int) -> float:
-    """Seconds of all weight gathers and gradient reductions of a pipeline rank.
-
-    Args:
-        profile: their times.
-        rank: of the pipeline.
-        count: micro-batches of the window.
-    """
-    return sum(profile.times[name] for name in names_per_step(profile.layout, rank, count))
 
 
 def slowdown_of(alone: float, concurrent: float, other: float) -> float:

@@ -100,7 +100,7 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
     ranks = [int(rank) for rank in data["layout"].get("ranks", ())]
     if ranks and len(ranks) != len(chunks):
         raise ValueError(f"its layout has {len(chunks)} stages on {len(ranks)} ranks")
-    times, spread, like, moved, bare = {}, {}, {}, {}, {}
+    times, spread, like, moved = {}, {}, {}, {}
     for unit, operators in data["operators"].items():
         for entry, figures in operators.items():
             if "ms" not in figures:
@@ -111,8 +111,6 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
                 like[unit, entry] = _split(figures["like"])
             if "bytes" in figures:
                 moved[unit, entry] = int(figures["bytes"])
-            if "bare_ms" in figures:
-                bare[unit, entry] = float(figures["bare_ms"]) / 1e3
     pairs = {}
     for row in data["pairs"]:
         seconds = (float(row[key]) / 1e3 for key in ("together_ms", "first_ms", "second_ms"))
@@ -120,7 +118,7 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
     memory = {_split(name): OperatorMemory(*map(int, row)) for name, row in data.get("memory", {}).items()}
     about = {str(key): str(value) for key, value in data["about"].items()}
     layout = Layout(units, chunks, graphs, shared, ranks, sums, gathers, bool(data["layout"].get("on_host")))
-    return Profile(about, layout, times, spread, pairs, like, moved, bare, memory)
+    return Profile(about, layout, times, spread, pairs, like, moved, memory)
 
 
 def _split(text: str) -> Name:
@@ -137,8 +135,6 @@ def profile_json(profile: Profile) -> str:
             figures["like"] = join_name(profile.like[name])
         if name in profile.bytes:
             figures["bytes"] = profile.bytes[name]
-        if name in profile.bare:
-            figures["bare_ms"] = round_ms(profile.bare[name])
         operators.setdefault(name[0], {})[name[1]] = figures
     reductions, moved = profile.layout.reductions, profile.layout.gathers
     sums = [

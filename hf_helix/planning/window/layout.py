@@ -289,15 +289,3 @@ def named_per_step(layout: Layout) -> list[tuple[Name, Operator]]:
 def is_per_step(name: Name) -> bool:
     """Returns whether a name is the name of a weight gather, a gradient reduction, or a copy of either."""
     return name[0] in (REDUCTIONS, GATHERS)
-
-
-def names_per_step(layout: Layout, rank: int, count: int) -> list[Name]:
-    """Returns the weight gathers and gradient reductions of a pipeline rank; all share a stream.
-
-    Args:
-        layout: of the units.
-        rank: of the pipeline.
-        count: micro-batches of the window; reductions of every micro-batch are listed as often.
-    """
-    mine = (each for each in layout.per_step if each.rank == rank and not each.op.kind.copies)
-    return [each.name for each in mine for _ in range(count if each.reduction in layout.reduced_often else 1)]
