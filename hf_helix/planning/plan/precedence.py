@@ -250,30 +250,28 @@ class ActivationMemory:
 
 
 def activation_memory(
-    pattern: Pattern, layout: Layout, shares: Mapping[str, Shares], recomputed: bool
-) -> ActivationMemory:
-    """Returns the activations that a pattern's instructions allocate and free: recomputed ones, or those kept by
-    forward; `shares` are those of every repeating unit, see `shares_of`."""
-    alloc, free = [0.0] * len(pattern.operators), [0.0] * len(pattern.operators)
+    pattern: Pattern, layout: Layout, shares: Mapping[str, Shares]
+) -> tuple[ActivationMemory, ActivationMemory]:
+    """Returns the activations kept by forward, and the recomputed ones; `shares` are those of every repeating unit, see
+    `shares_of`."""
+    count = len(pattern.operators)
+    kept, recomputed = (ActivationMemory([0.0] * count, [0.0] * count) for _ in range(2))
     for index, (instruction, op) in enumerate(zip(pattern.instructions, pattern.operators, strict=True)):
         held = shares.get(layout.units[instruction.unit], {})
         if op.kind is not Kind.COMPUTE or op.forward_name not in held:
             continue
         share, source = held[op.forward_name]
         if op.part is Part.R:
-            alloc[index] = sum(each for each, name in held.values() if name == op.forward_name) if recomputed else 0.0
-        elif bool(source) is not recomputed:
-            continue
+            recomputed.alloc[index] = sum(each for each, name in held.values() if name == op.forward_name)
         elif op.part is Part.F:
-            alloc[index] = 0.0 if recomputed else share
-        elif op.part in (Part.I, Part.W):
+            kept.alloc[index] = 0.0 if source else share
+        else:
             # An I leaves the gradients that its W reads, for example of gate and up: a negative `free`
             # and not as `alloc`: a delayed backward could deadlock.
             gradients = sum(value.startswith("d.") for value in op.reads)
-            free[index] = (1 + gradients if op.part is Part.W else -gradients) * share
-        else:
-            free[index] = share
-    return ActivationMemory(alloc, free)
+            shares_freed = {Part.I: -gradients, Part.W: 1 + gradients}.get(op.part, 1)
+            (recomputed if source else kept).free[index] = shares_freed * share
+    return kept, recomputed
 
 
 def peak_layers(slots: Sequence[Slot], layout: Layout, kept: Mapping[str, float]) -> float:

@@ -82,7 +82,7 @@ def test_a_frozen_layer_gives_back_all_that_it_takes(frozen: tuple[str, ...], mo
     graphs = {**LLAMA, "layer": GraphPair.of(recomputed(trained(0, *frozen), mode))}
     layout = layout_of(graphs, 3)
     pattern = pattern_of(layout)
-    for again in (False, True):
-        result = activation_memory(pattern, layout, {"layer": shares_of(graphs["layer"])}, again)
+    memory = activation_memory(pattern, layout, {"layer": shares_of(graphs["layer"])})
+    for again, result in zip((False, True), memory, strict=True):
         assert (sum(result.alloc) > 0) == (not again or mode != "none")
         assert sum(result.alloc) == pytest.approx(sum(result.free))
