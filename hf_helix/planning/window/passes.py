@@ -5,7 +5,7 @@ Out:  the order with prefetched operators moved forward, gradient reductions and
 Must hold: all other operators keep their order, so the order stays valid. A pass depends on the order alone, so all
 replicas issue their collectives in the same order.
 
-`PASSES` run one after the other:
+The passes run one after the other:
 
     prefetch            an operator of `Operator.ahead` = n moves n units before its own, or keeps an earlier place
                         of the plan. Units count in the order of the rank's computation, whatever the micro-batch and
@@ -19,7 +19,7 @@ replicas issue their collectives in the same order.
                         Copies from the host precede them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_helix.planning.graph.operator import Part
@@ -40,10 +40,8 @@ Order = Sequence[int]
 
 
 def run_passes(window: Window, order: Order) -> Order:
-    """The order of issue after all `PASSES`."""
-    for each in PASSES:
-        order = each(window, order)
-    return order
+    """The order of issue after all passes."""
+    return gather_weights(window, reduce_gradients(window, prefetch(window, order)))
 
 
 @dataclass(frozen=True)
@@ -201,6 +199,3 @@ def gather_weights(window: Window, order: Order) -> Order:
     mine = (number for number, gather in enumerate(gathers) if window.layout.rank_of(gather.units[0]) in ranks)
     places = (window.gather_place(number) for number in mine)
     return [*(each for place in places for each in (*window.copy_places(place), place)), *order]
-
-
-PASSES: tuple[Callable[[Window, Order], Order], ...] = (prefetch, reduce_gradients, gather_weights)

@@ -204,8 +204,7 @@ def _turns(slots: Sequence[Slot], layout: Layout) -> dict[tuple[int, str], list[
         turns: list[tuple[int, int, str]] = []
         rows.update(dict.fromkeys(row, turns))
     window = Window([list(slots)], layout)
-    for place in range(len(window)):
-        instruction = window.instruction(place)
+    for instruction in window.instructions(range(len(window))):
         op = instruction.operator
         if op is not None and op.part is not Part.F and (instruction.unit, op.name) in rows:
             rows[instruction.unit, op.name].append((instruction.microbatch, instruction.unit, op.name))

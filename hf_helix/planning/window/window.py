@@ -338,10 +338,6 @@ class Window:
         """Values of the pattern's instructions, repeated for every place."""
         return [values[index] for index in self.indices]
 
-    def instruction(self, place: int) -> Instruction:
-        """The instruction of a micro-batch at a place."""
-        return self.pattern.instructions[self.indices[place]].of(self.microbatches[place])
-
     def instructions(self, order: Iterable[int]) -> list[Instruction]:
         """Returns the instructions of an order of issue: here places become instructions.
 

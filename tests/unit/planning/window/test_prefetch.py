@@ -98,7 +98,7 @@ def test_a_window_as_numbers_is_what_its_instructions_are(count: int):
     """Units of one name differ in what is issued in them: in the last layer, the weights of the head."""
     profile, schedule = profile_of(LAYOUT), schedule_of(count)
     made, window = window_instructions(schedule, LAYOUT), Window(schedule, LAYOUT)
-    assert [window.instruction(place) for place in range(len(window))] == made
+    assert window.instructions(range(len(window))) == made
     expected, result = arrays_of(made, LAYOUT, profile.times), window.arrays(profile.times)
     assert [sorted(needs) for needs in result.needs] == [sorted(needs) for needs in expected.needs]
     assert replace(result, needs=[]) == replace(expected, needs=[])

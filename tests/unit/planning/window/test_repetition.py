@@ -115,7 +115,7 @@ def test_a_window_as_numbers_is_what_its_instructions_are(
     profile = profile_for(name, num_ranks, counts, 3, recompute)
     schedule = build_schedule(name, num_ranks, num_microbatches)
     made, window = window_instructions(schedule, profile.layout), Window(schedule, profile.layout)
-    assert [window.instruction(place) for place in range(len(window))] == made
+    assert window.instructions(range(len(window))) == made
     expected, result = arrays_of(made, profile.layout, profile.times), window.arrays(profile.times)
     assert [sorted(needs) for needs in result.needs] == [sorted(needs) for needs in expected.needs]
     assert replace(result, needs=[]) == replace(expected, needs=[])
