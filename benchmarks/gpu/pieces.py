@@ -31,7 +31,7 @@ class Piece:
     Attributes:
         name: on the command line; the module `benchmarks.gpu.<name>` has its `run`.
         about: what it shows, in one line.
-        seconds: its time limit on a GPU.
+        seconds: its time limit on a GPU; a CPU may take as long as all may together.
         call: of the calls of at most ten minutes, the one that the piece is run in (`--call`).
     """
 
@@ -96,7 +96,8 @@ def run_pieces(pieces: Sequence[Piece], folder: Path, dry: bool, limit: float) -
     end = time.monotonic() + limit
     for piece in pieces:
         left = end - time.monotonic()
-        yield _run(piece, folder, dry, min(piece.seconds, left)) if left >= LEAST else Outcome(piece)
+        seconds = left if dry else min(piece.seconds, left)
+        yield _run(piece, folder, dry, seconds) if left >= LEAST else Outcome(piece)
 
 
 def _run(piece: Piece, folder: Path, dry: bool, seconds: float) -> Outcome:

@@ -6,7 +6,6 @@ for all cases of the same sizes and training arguments. The first steps do not c
 choose kernels.
 """
 
-import argparse
 import contextlib
 import statistics
 import tempfile
@@ -21,7 +20,8 @@ from transformers import TrainerCallback
 
 from benchmarks.gpu.report import Options, Report
 from benchmarks.gpu.timing import Budget, release, synchronize
-from benchmarks.one_process import HELIX, STOCK, make_model, make_trainer
+from benchmarks.trainers import HELIX, STOCK, make_model, make_trainer
+from hf_helix import HelixConfig
 from hf_helix.report.flops import peak_tflops, token_flops
 
 SLOWER, LOSS = 1.05, 1e-2
@@ -36,14 +36,14 @@ class Sizes:
     """The model, and what it is trained on in a step.
 
     Attributes:
-        micro_batch: sequences of a micro-batch.
-        length: tokens of a sequence.
-        steps: those that count.
+        batch: sequences of a micro-batch.
+        sequence: tokens of one.
+        steps: so many are trained, and one more.
         accumulation: micro-batches of a step.
     """
 
-    micro_batch: int
-    length: int
+    batch: int
+    sequence: int
     steps: int
     accumulation: int = 8
     hidden: int = 2048
@@ -56,7 +56,7 @@ class Sizes:
     @property
     def tokens(self) -> int:
         """Of an optimizer step."""
-        return self.accumulation * self.micro_batch * self.length
+        return self.accumulation * self.batch * self.sequence
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Case:
     def stock_name(self) -> str:
         """For a person; the same for cases that the same run of the stock Trainer is compared with."""
         sizes = self.sizes
-        return ", ".join([f"{sizes.accumulation} x {sizes.micro_batch} x {sizes.length} tokens", *self.arguments])
+        return ", ".join([f"{sizes.accumulation} x {sizes.batch} x {sizes.sequence} tokens", *self.arguments])
 
     @property
     def name(self) -> str:
@@ -84,7 +84,7 @@ class Case:
         return ", ".join([self.stock_name, *(f"{name}={value}" for name, value in self.helix.items())])
 
 
-SHORT, LONG = Sizes(1, 2048, steps=6), Sizes(2, 4096, steps=3)
+SHORT, LONG = Sizes(1, 2048, WARM_UP + 5), Sizes(2, 4096, WARM_UP + 2)
 COMPILED, CHECKPOINTS = {"compile": True}, {"gradient_checkpointing": True}
 EAGER = {"cuda_graphs": False}  # else graphs are the default on a GPU
 CASES = (
@@ -95,9 +95,9 @@ CASES = (
     Case(SHORT, {**COMPILED, **EAGER}),
     Case(LONG, COMPILED),
     Case(LONG, EAGER),
-    Case(replace(LONG, steps=2), arguments=CHECKPOINTS),
+    Case(replace(LONG, steps=WARM_UP + 1), arguments=CHECKPOINTS),
 )
-TINY = Sizes(1, 16, 1, 2, 32, 64, 2, 4, 2, 64)
+TINY = Sizes(1, 16, WARM_UP, 2, 32, 64, 2, 4, 2, 64)
 DRY = (Case(TINY), Case(TINY, {"recompute": "selective"}), Case(TINY, arguments=CHECKPOINTS))
 
 
@@ -197,7 +197,7 @@ def _train(name: str, case: Case, device: torch.device) -> Trained:
         loss = trainer.train().training_loss
     peak = torch.cuda.max_memory_allocated(device) - before if on_gpu else 0
     issued, ran = zip(*timer.steps[WARM_UP - 1 :], strict=True)  # nothing comes before the first step to count from
-    flops = token_flops(model).causal(case.sizes.length) * case.sizes.tokens
+    flops = token_flops(model).causal(case.sizes.sequence) * case.sizes.tokens
     return Trained(list(ran), list(issued), loss, peak, flops)
 
 
@@ -208,25 +208,8 @@ def alone(name: str, case: Case, device: torch.device) -> Iterator[Any]:
     arguments = {"use_cpu": device.type != "cuda", "bf16": True, **case.arguments}
     with tempfile.TemporaryDirectory() as folder:
         with device:
-            model = make_model(_options(case.sizes))
-        trainer = make_trainer(name, model, _options(case.sizes), folder, case.helix, **arguments)
+            model = make_model(case.sizes)
+        helix = HelixConfig(tp_size=1, **case.helix) if name == HELIX else None
+        trainer = make_trainer(model, case.sizes, folder, helix, **arguments)
         yield trainer
         trainer.accelerator.free_memory()
-
-
-def _options(sizes: Sizes) -> argparse.Namespace:
-    """As `benchmarks.one_process` takes them."""
-    return argparse.Namespace(
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.intermediate,
-        layers=sizes.layers,
-        heads=sizes.heads,
-        kv_heads=sizes.kv_heads,
-        vocab_size=sizes.vocabulary,
-        sequence_length=sizes.length,
-        micro_batch=sizes.micro_batch,
-        accumulation=sizes.accumulation,
-        steps=WARM_UP + sizes.steps - 1,  # one more is trained
-        optimizer="adamw_torch_fused",
-        plan="auto",
-    )

@@ -44,7 +44,7 @@ def test_a_piece_that_does_not_pass(code: str, ending: str, figure: str, tmp_pat
 import sys, pathlib
 from benchmarks.gpu.pieces import Piece, run_pieces
 folder = pathlib.Path({str(tmp_path)!r})
-(outcome,) = run_pieces([Piece("piece_that_fails", "what fails", 25)], folder, True, 100)
+(outcome,) = run_pieces([Piece("piece_that_fails", "what fails", 25)], folder, True, 25)
 figures = [entry["figure"] for entry in outcome.failures]
 print(repr((outcome.passed, outcome.ending, figures, outcome.verdict)))
 """
