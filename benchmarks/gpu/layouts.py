@@ -164,9 +164,7 @@ def run_case(case: Case, device: torch.device, folder: Path) -> dict[str, Any]:
     with engine_on(
         functools.partial(tiny, case.family, **case.model), mesh, count, autocast_dtype, **case.options
     ) as engine:
-        before = memory_held(device)
         engine.save_pretrained(folder)
-        memory, in_use = [before, memory_held(device)], memory_in_use(device)
         optimizer = optimizer_of(engine)
         whole = sum(each.numel() for each in engine.model.parameters())
         with plain_parameters():
@@ -175,8 +173,8 @@ def run_case(case: Case, device: torch.device, folder: Path) -> dict[str, Any]:
         kept = engine.tuning.chosen if engine.tuning else ""
     del engine
     gc.collect()
-    outcome = {"losses": losses, "norms": norms, "memory": memory, "in_use": in_use, "kept": kept}
-    return {**outcome, "share": stepped / whole, "seconds": time.monotonic() - start}
+    outcome = {"losses": losses, "norms": norms, "kept": kept, "share": stepped / whole}
+    return {**outcome, "seconds": time.monotonic() - start}
 
 
 def train_steps(engine: Engine, optimizer: Any, count: int) -> tuple[list[float], list[float]]:
@@ -238,21 +236,6 @@ def unsplit_steps(case: Case, device: torch.device, folder: Path) -> tuple[list[
         optimizer.step()
         optimizer.zero_grad()
     return losses, norms
-
-
-def memory_held(device: torch.device) -> int:
-    """Bytes of the device that torch holds in this process."""
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
-
-
-def memory_in_use(device: torch.device) -> int:
-    """Bytes of the device in use, once all ranks are here: by every process on it, contexts and NCCL's buffers too."""
-    dist.barrier()
-    if device.type != "cuda":
-        return 0
-    torch.cuda.synchronize(device)
-    free, whole = torch.cuda.mem_get_info(device)
-    return whole - free
 
 
 def _mean_over(value: Tensor, group: dist.ProcessGroup | None, size: int) -> float:

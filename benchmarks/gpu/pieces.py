@@ -48,9 +48,9 @@ PIECES = (
     Piece("graphs", "windows from CUDA graphs against the same operator by operator, bit for bit", 90),
     Piece("attention", "the kernels of context parallelism against attention written out; costs", 60),
     Piece("ranks", "two NCCL ranks: every layout against one process, a save, a kill, the Trainer", 420, 2),
-    Piece("parity", "losses and gradients against fp64, bf16's error, GPU = CPU, plans bit for bit", 180, 3),
+    Piece("parity", "losses and gradients against fp64, bf16's error, GPU = CPU", 150, 3),
     Piece("sizes", "windows of large models: time and memory beside the doctor's", 150, 3),
-    Piece("stress", "links at random paces and poisoned memory change no bit", 120, 3),
+    Piece("stress", "plans, links at random paces and poisoned memory change no bit", 180, 3),
 )
 """In order of value."""
 

@@ -132,11 +132,6 @@ def compare(report: Report, case: Case, outcome: dict[str, Any], wanted: tuple[l
     if case.config.zero_stage:
         figure = f"an optimizer steps {outcome['share']:.0%} of them on rank 0 (at most {MOST_STEPPED:.0%})"
         report.check(f"{case.name}: parameters are spread", outcome["share"] <= MOST_STEPPED, figure)
-    before, after = (value / 2**20 for value in outcome["memory"])
-    figure = (
-        f"{before:.1f} MiB, then {after:.1f} MiB; {outcome['in_use'] / 2**20:.0f} MiB of the device are in use by all"
-    )
-    report.note(f"{case.name}: memory that torch holds around a save", f"{figure} processes on it")
 
 
 def _furthest(values: Sequence[float], wanted: Sequence[float]) -> float:

@@ -1,7 +1,8 @@
-"""Races: with links and computation at random paces, and new memory full of nan, no bit may change.
+"""Plans and races: under every plan, with links and computation at random paces and new memory full of nan, no bit may
+change.
 
-Each layout runs once without any delay, and then under several plans with other delays in every window; deterministic
-kernels, no other ranks. A sleep lies on the stream (on a CPU, in the thread) whose work it delays.
+Each layout runs once under `sequential` without any delay, and then under every plan with other delays in each window;
+deterministic kernels, no other ranks. A sleep lies on the stream (on a CPU, in the thread) whose work it delays.
 """
 
 import functools
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.models import batches, tiny
+from benchmarks.gpu.parity import LAYOUTS, named
 from benchmarks.gpu.report import Options, Report
 from benchmarks.gpu.windows import Local, deterministic, engine_on, same_bits, silent_mesh, train, under_plan
 from hf_helix.operators.base import TransferFn
@@ -22,16 +24,9 @@ from hf_helix.operators.communication.transport import TransportMethod, Transpor
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.streams import CpuStreams, CudaStreams, Event
 
-PLANS = ("greedy", "round_robin", "dhelix")
-LAYOUTS: tuple[tuple[str, str, dict[str, int], dict[str, Any], bool], ...] = (
-    ("llama tp2", "llama", {"tp": 2}, {}, False),
-    ("llama cp2", "llama", {"cp": 2}, {}, False),
-    ("qwen3 tp2 cp2 bf16", "qwen3", {"tp": 2, "cp": 2}, {}, True),
-    ("mixtral ep2", "mixtral", {"ep": 2}, {}, False),
-    ("llama tp2 recompute bf16", "llama", {"tp": 2}, {"recompute": "full"}, True),
-)
-"""What it is called, family, sizes of the axes, options of `HelixConfig`, whether in bf16."""
-
+PLANS = ("sequential", "greedy", "round_robin", "dhelix")
+ROUNDS = 2  # windows under each
+CASES = (*LAYOUTS, ("llama", {"tp": 2}, {"recompute": "full"}))
 WINDOW = batches(4, lengths=(48, 33))
 MOST = 2e-3  # seconds that a transfer is delayed
 CYCLES = 1.7e9
@@ -82,9 +77,12 @@ class PacedStreams(CudaStreams):
 
 def run(report: Report, options: Options) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic GEMMs; read when CUDA starts
-    for name, family, sizes, changes, bf16 in LAYOUTS:
-        with report.attempt(name), deterministic():
-            check_layout(report, name, family, sizes, changes, bf16, options)
+    torch.set_float32_matmul_precision("highest")
+    for family, sizes, changes in CASES:
+        for kind, autocast_dtype in (("fp32", None), ("bf16", torch.bfloat16)):
+            name = f"{named(family, sizes, changes)} {kind}"
+            with report.attempt(name), deterministic():
+                check_layout(report, name, family, sizes, changes, autocast_dtype, options)
 
 
 def check_layout(
@@ -93,11 +91,11 @@ def check_layout(
     family: str,
     sizes: Mapping[str, int],
     changes: Mapping[str, Any],
-    bf16: bool,
+    autocast_dtype: torch.dtype | None,
     options: Options,
 ) -> None:
-    """Windows at random paces against one without delays; see `LAYOUTS`."""
-    device, made, autocast_dtype = options.device, functools.partial(tiny, family), torch.bfloat16 if bf16 else None
+    """Windows at random paces against one without delays."""
+    device, made = options.device, functools.partial(tiny, family)
     with engine_on(made, silent_mesh(device, **sizes), len(WINDOW), autocast_dtype, **changes) as engine:
         wanted = train(engine, WINDOW)
     if any(value != value for value in wanted.losses):
@@ -111,7 +109,7 @@ def check_layout(
         engine.runner.executor.streams = PacedStreams(device, pace) if on_gpu else CpuStreams()
         for plan in PLANS:
             under_plan(engine, plan)
-            for _ in range(1 if options.dry else 6):
+            for _ in range(1 if options.dry else ROUNDS):
                 count += 1
                 where = same_bits(train(engine, WINDOW), wanted)
                 differing = differing or (where and f"window {count} under {plan} differs in {where}")
