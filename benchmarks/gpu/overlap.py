@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 
 from benchmarks.gpu.links import LoneTransport, PacedTransport, Rate, holds
 from benchmarks.gpu.report import Options, Report
-from benchmarks.gpu.timing import Budget, issue_and_run, release
+from benchmarks.gpu.timing import issue_and_run, release
 from benchmarks.gpu.windows import silent_mesh
 from hf_helix.config import AUTO, HelixConfig
 from hf_helix.engine.synthetic import Workload
@@ -77,17 +77,11 @@ DRY = Sizes(32, 64, 4, 2, 64, 2, 2, 4, 1, 0.02, ((32, "naps"),))
 def run(report: Report, options: Options) -> None:
     """Measure every length on every link, the most telling ones first."""
     sizes = DRY if options.dry else Sizes()
-    budget = Budget(0.65 * options.seconds)
     with _group_of_one():
         work = lone_workload(sizes, options.device)
         report.note("model", f"{sizes.layers} layers, ready")
-        for length, link in sizes.cases:
-            if budget.left < 0:
-                report.note(f"{length} tokens, {link}", "left out: the time for this piece is spent")
-                continue
-            with report.attempt(f"{length} tokens, {link}"):
-                Case(report, work, sizes, length, link).run()
-            release()
+        cases = [Case(report, work, sizes, *each) for each in sizes.cases]
+        report.each(((case.what, case.run) for case in cases), 0.65 * options.seconds)
 
 
 class Case:
@@ -119,6 +113,7 @@ class Case:
 
     def run(self) -> None:
         """Profile, plans, the choice of `auto`, and windows under every plan."""
+        release()
         sizes, on_gpu = self.sizes, self.device.type == "cuda"
         with self.linked(PacedTransport(sizes.tp_size, 0, holds(self.device)[self.link](), Rate())):
             profile = measure_profile(self.runner, self.window[:2], self._about)

@@ -10,7 +10,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -86,15 +85,6 @@ class Pair:
     def statuses(self) -> list[int | None]:
         """How each has ended; None for one that runs."""
         return [process.poll() for process in self.processes]
-
-    def wait(self, seconds: float) -> list[int | None]:
-        """Until both have ended, or one has failed and the other has had ten seconds to follow."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and None in (statuses := self.statuses()):
-            if any(statuses):
-                end = min(end, time.monotonic() + 10)
-            time.sleep(0.1)
-        return self.statuses()
 
     def said(self, lines: int = 6) -> str:
         """The last lines of both logs."""

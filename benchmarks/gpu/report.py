@@ -12,10 +12,11 @@ import argparse
 import contextlib
 import importlib
 import json
+import math
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +69,15 @@ class Report:
             traceback.print_exc()
             said = str(error).strip().splitlines() or [""]
             self.check(name, False, f"{type(error).__name__}: {said[0]}")
+
+    def each(self, cases: Iterable[tuple[str, Callable[[], object]]], seconds: float = math.inf) -> None:
+        """Runs cases by name, each as an attempt, and none once so many seconds of the piece are spent."""
+        for name, run in cases:
+            if time.monotonic() - self._start > seconds:
+                self.note(name, "left out: the time for this piece is spent")
+            else:
+                with self.attempt(name):
+                    run()
 
     def _tell(self, outcome: str, name: str, figure: str) -> None:
         seconds = round(time.monotonic() - self._start, 1)

@@ -20,22 +20,6 @@ CYCLES_PER_SECOND = 2e9
 """No Hopper GPU has a faster clock, so a sleep of so many cycles lasts at least a second."""
 
 
-class Budget:
-    """How long a piece may go on measuring.
-
-    Args:
-        seconds: from now.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-
-    @property
-    def left(self) -> float:
-        """Seconds; negative when it is spent."""
-        return self._end - time.monotonic()
-
-
 def release() -> None:
     """Give memory that nothing refers to any more back to the device, between two cases."""
     gc.collect()

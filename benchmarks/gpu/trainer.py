@@ -7,6 +7,7 @@ choose kernels.
 """
 
 import contextlib
+import functools
 import statistics
 import tempfile
 import time
@@ -19,7 +20,7 @@ import transformers
 from transformers import TrainerCallback
 
 from benchmarks.gpu.report import Options, Report
-from benchmarks.gpu.timing import Budget, release, synchronize
+from benchmarks.gpu.timing import release, synchronize
 from benchmarks.trainers import HELIX, STOCK, make_model, make_trainer
 from hf_helix import HelixConfig
 from hf_helix.report.flops import peak_tflops, token_flops
@@ -128,21 +129,20 @@ class Trained:
 def run(report: Report, options: Options) -> None:
     """Every case, the most telling ones first."""
     transformers.logging.set_verbosity_error()
-    budget = Budget(0.75 * options.seconds)
     device = options.device
     peak = None if options.dry else peak_tflops(torch.cuda.get_device_name(device))
     stock: dict[str, Trained] = {}
-    for case in DRY if options.dry else CASES:
-        if budget.left < 0:
-            report.note(case.name, "left out: the time for this piece is spent")
-            continue
-        with report.attempt(case.name):
-            if case.stock_name not in stock:
-                stock[case.stock_name] = _train(STOCK, case, device)
-                _tell(report, f"{case.stock_name}: {STOCK}", stock[case.stock_name], peak)
-            trained = _train(HELIX, case, device)
-            _tell(report, f"{case.name}: {HELIX}", trained, peak)
-            compare(report, case.name, trained, stock[case.stock_name], options.dry)
+
+    def check(case: Case) -> None:
+        if case.stock_name not in stock:
+            stock[case.stock_name] = _train(STOCK, case, device)
+            _tell(report, f"{case.stock_name}: {STOCK}", stock[case.stock_name], peak)
+        trained = _train(HELIX, case, device)
+        _tell(report, f"{case.name}: {HELIX}", trained, peak)
+        compare(report, case.name, trained, stock[case.stock_name], options.dry)
+
+    cases = DRY if options.dry else CASES
+    report.each(((case.name, functools.partial(check, case)) for case in cases), 0.75 * options.seconds)
 
 
 def compare(report: Report, name: str, trained: Trained, stock: Trained, dry: bool) -> None:
