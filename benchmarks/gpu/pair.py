@@ -88,9 +88,8 @@ class Pair:
 
     def said(self, lines: int = 6) -> str:
         """The last lines of both logs."""
-        tails = [f"rank {rank}: {line}" for rank, log in enumerate(self.logs) for line in _tail(log, lines)]
+        tails = []
+        for rank, log in enumerate(self.logs):
+            said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            tails += [f"rank {rank}: {line}" for line in said[-lines:]]
         return "\n".join(tails)
-
-
-def _tail(log: Path, lines: int) -> list[str]:
-    return [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-lines:]

@@ -36,12 +36,10 @@ def synchronize(device: torch.device) -> None:
 
 def device_seconds(work: Work, device: torch.device, repeats: int = 15) -> float:
     """Median time that the device takes for `work`, which is issued to the current stream."""
+    rounds = [issue_and_run(work, device) for _ in range(6)][3:]  # the first ones warm up
+    issuing, seconds = (statistics.median(each) for each in zip(*rounds, strict=True))
     if device.type != "cuda":
-        return host_seconds(work, device, repeats=3)
-    for _ in range(3):
-        work()
-    synchronize(device)
-    issuing = _issuing(work, device)
+        return seconds
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     torch.cuda._sleep(int(CYCLES_PER_SECOND * min(0.2, 1e-3 + 1.5 * repeats * issuing)))
     for start, end in events:
@@ -52,19 +50,6 @@ def device_seconds(work: Work, device: torch.device, repeats: int = 15) -> float
     return statistics.median(start.elapsed_time(end) for start, end in events) / 1e3
 
 
-def host_seconds(work: Work, device: torch.device, repeats: int = 15) -> float:
-    """Median time from the call until the device has done the work."""
-    work()
-    seconds = []
-    for _ in range(repeats):
-        synchronize(device)
-        start = time.perf_counter()
-        work()
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
-
-
 def issue_and_run(work: Work, device: torch.device) -> tuple[float, float]:
     """Seconds until the host has issued the work, and until the device has done it."""
     synchronize(device)
@@ -73,8 +58,3 @@ def issue_and_run(work: Work, device: torch.device) -> tuple[float, float]:
     issued = time.perf_counter() - start
     synchronize(device)
     return issued, time.perf_counter() - start
-
-
-def _issuing(work: Work, device: torch.device) -> float:
-    """Seconds that the host needs to issue the work."""
-    return statistics.median(issue_and_run(work, device)[0] for _ in range(3))

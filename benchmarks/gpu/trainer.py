@@ -25,8 +25,8 @@ from benchmarks.trainers import HELIX, STOCK, make_model, make_trainer
 from hf_helix import HelixConfig
 from hf_helix.report.flops import peak_tflops, token_flops
 
-SLOWER, LOSS = 1.05, 1e-2
-"""What is asked: HelixTrainer's step in parts of the stock Trainer's, and how far the losses may be apart."""
+LOSS = 1e-2
+"""How far the losses may be apart; a step may take as long as the stock Trainer's, with as much memory."""
 
 WARM_UP = 3
 """Steps that do not count."""
@@ -148,8 +148,7 @@ def run(report: Report, options: Options) -> None:
 def compare(report: Report, name: str, trained: Trained, stock: Trained, dry: bool) -> None:
     """What is asked of a run beside the stock Trainer's; of a dry one, only that it learns the same."""
     ratio, share = trained.step / stock.step, 1.0 if dry else trained.peak / stock.peak
-    report.check(f"{name}: step time", dry or ratio <= SLOWER, f"{ratio:.3f} x of stock (at most {SLOWER} x)")
-    report.check(f"{name}: MFU", dry or ratio <= 1, f"{1 / ratio:.3f} x of stock (at least 1 x)")
+    report.check(f"{name}: step time", dry or ratio <= 1, f"{ratio:.3f} x of stock (at most 1 x)")
     report.check(f"{name}: peak memory", share <= 1, f"{share:.3f} x of stock (at most 1 x)")
     apart = abs(trained.loss - stock.loss)
     figure = f"{trained.loss:.4f}, {stock.loss:.4f} of stock: {apart:.1e} apart (at most {LOSS})"
