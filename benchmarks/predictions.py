@@ -113,6 +113,8 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
     add_outputs(parser)
     options = parser.parse_args()
+    if all(LAYOUTS[name].sizes.devices != options.ranks for name in options.layouts):
+        parser.error(f"--layouts: none has {options.ranks} ranks; 2 ranks run tp2, 4 ranks 'tp2 x dp2'")
     Ranks(options.ranks, pins=False).run(work, options)
 
 
