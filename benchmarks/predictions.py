@@ -115,7 +115,7 @@ def main() -> None:
     options = parser.parse_args()
     if all(LAYOUTS[name].sizes.devices != options.ranks for name in options.layouts):
         parser.error(f"--layouts: none has {options.ranks} ranks; 2 ranks run tp2, 4 ranks 'tp2 x dp2'")
-    Ranks(options.ranks, pins=False).run(work, options)
+    Ranks(options.ranks, pins=False, seconds=6 * 3600).run(work, options)
 
 
 def model_of(name: str, options: argparse.Namespace) -> Any:
