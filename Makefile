@@ -84,7 +84,7 @@ site: $(SITE)  ## build the pages and the API reference in runs/site/index.html;
 	$(BIN)/mkdocs build --strict
 
 bench: $(STAMP)  ## step time on one process against the stock Trainer, and the executor's cost per operator
-	$(BIN)/python -m benchmarks.one_process
+	$(BIN)/python -m benchmarks.trainers stock
 	$(BIN)/python -m benchmarks.executor_overhead
 
 gpu-check:  ## check the package on a GPU; PYTHON=... is a Python that has torch with CUDA, transformers and accelerate

@@ -14,7 +14,6 @@ import datetime
 import re
 import time
 import warnings
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -134,10 +133,8 @@ def take(name: str, layouts: list[str], timeout: float) -> dict[str, Finding]:
         because = f"the unsplit model does not train on token ids alone: {type(error).__name__}: {error}"
         return {layout: Finding(REFUSED, short(because)) for layout in layouts if layout != "ep2"}
     layouts = [layout for layout in layouts if layout != "ep2" or has_experts(model)]
-    findings = {}
-    for layout, proof in zip(layouts, prove_each(subject, layouts, timeout), strict=True):
-        findings[layout] = finding_of(proof)
-    return findings
+    proofs = prove_layouts(subject, [LAYOUTS[layout] for layout in layouts], timeout=timeout)
+    return {layout: finding_of(proof) for layout, proof in zip(layouts, proofs, strict=True)}
 
 
 def subjects() -> list[str]:
@@ -169,11 +166,6 @@ def run_unsplit(model: Any, is_classifier: bool = False) -> None:
     loss.backward()
     if not loss.isfinite():
         raise ValueError(f"its loss is {float(loss)}")
-
-
-def prove_each(subject: Subject, layouts: list[str], timeout: float) -> Iterator[Proof]:
-    """Yields the proof of each layout. Processes end with a class, so that none disturbs the next."""
-    return prove_layouts(subject, [LAYOUTS[layout] for layout in layouts], timeout=timeout)
 
 
 def finding_of(proof: Proof) -> Finding:

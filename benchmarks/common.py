@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("torch", "transformers", "accelerate", "triton")
 HELP = {
     "hidden": "features of a token",
     "sequence": "tokens of a sequence",
@@ -76,15 +77,16 @@ def program() -> str:
 def facts() -> dict[str, str]:
     """Returns where, when and with what a result is made."""
     import torch
-    import transformers
+
+    from hf_helix.cli.env import version_of
 
     return {
         "command": shlex.join(["python", "-m", program(), *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **{name: version_of(name) for name in PACKAGES},
+        "gpu": gpus(),
         "cpu": f"{processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads a process",
         "kernel": platform.release(),
         "load": "{:.2f} {:.2f} {:.2f}".format(*os.getloadavg()),
@@ -98,6 +100,17 @@ def processor() -> str:
     except OSError:
         return platform.machine()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def gpus() -> str:
+    """Returns the name, memory and driver of each GPU, and the versions of CUDA and NCCL. CUDA is not started."""
+    import torch
+
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    if not torch.cuda.is_available() or not (rows := output_of(query).splitlines()):
+        return "none"
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return f"{'; '.join(rows)}; CUDA {torch.version.cuda}, NCCL {nccl}"
 
 
 def commit() -> str:

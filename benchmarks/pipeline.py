@@ -19,10 +19,10 @@ import argparse
 import functools
 import itertools
 import statistics
-import time
 from typing import Any
 
 from benchmarks.common import add_outputs, columns, llama, options_of, save
+from benchmarks.plans import time_all
 from benchmarks.ranks import Ranks, shape
 from hf_helix.config import RULES
 
@@ -71,10 +71,7 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
 
     linear = workload(options, pp, "1f1b")
     folded = workload(options, pp, "folded_1f1b", linear.mesh)
-    batches = {
-        id(made.runner.rank_units): made.window(count, options.batch, options.sequence) for made in (linear, folded)
-    }
-    window = batches[id(folded.runner.rank_units)]
+    one_strand, window = (made.window(count, options.batch, options.sequence) for made in (linear, folded))
     chosen, tuning = tune(folded.runner, window, schedules=functools.partial(candidates, "auto"))
     profile = tuning.profile
     assert profile is not None
@@ -83,17 +80,11 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
     for scheduler, (rule, flow) in itertools.product(candidates("auto", profile)[:2], planned.items()):
         runners[f"{scheduler.name}, {rule}"] = flow.with_plan(flow.plan, scheduler)
     runners["auto"] = chosen
-    times: dict[str, list[float]] = {name: [] for name in runners}
-    for _ in range(options.repeats + 1):
-        for name, runner in runners.items():
-            times[name].append(timed(runner, batches[id(runner.rank_units)]))
-    steps = {
-        name: statistics.median(map(max, zip(*all_gather_object(seconds[1:]), strict=True)))
-        for name, seconds in times.items()
-    }
+    windows = {name: one_strand if name == "1f1b" else window for name in runners}
+    steps = {name: statistics.median(times) for name, times in time_all(runners, windows, options.repeats).items()}
     rows = {}
     for name, runner in runners.items():
-        mine = batches[id(runner.rank_units)]
+        mine = windows[name]
         rows[name] = {
             "plan": f"{runner.plan.rule} on {runner.scheduler.name}",
             "step": steps[name],
@@ -118,20 +109,6 @@ def workload(options: argparse.Namespace, pp: int, schedule: str, mesh: Any = No
     config = llama(options.hidden, options.layers, options.vocabulary)
     helix = HelixConfig(tp_size=options.tp, pp_size=pp, schedule=schedule)
     return Workload(config, helix, torch.device("cpu"), mesh)
-
-
-def timed(runner: Any, window: Any) -> float:
-    """Seconds of a window on this rank, from the moment at which all ranks have met."""
-    import torch.distributed as dist
-
-    from hf_helix.runtime.runner import forget_gradients
-
-    dist.barrier()
-    start = time.perf_counter()
-    runner.train_window(window)
-    seconds = time.perf_counter() - start
-    forget_gradients(runner)
-    return seconds
 
 
 def bubble(runner: Any, window: Any) -> float:

@@ -11,17 +11,15 @@ be installed. Nothing is downloaded. The exit status is 0 if every piece passed.
 
 import argparse
 import datetime
-import os
+import json
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.environment import describe
-from benchmarks.gpu.launch import ROOT, Outcome, run_pieces
-from benchmarks.gpu.pieces import PIECES
-from benchmarks.gpu.results import verdict, write_results
+from benchmarks.common import ROOT, facts
+from benchmarks.gpu.pieces import PIECES, Outcome, page, run_pieces
 
 TAIL = 15
 """Lines of a failed piece's log that are shown."""
@@ -34,26 +32,29 @@ def main() -> int:
         return 2
     chosen = [piece for piece in PIECES if not options.pieces or piece.name in options.pieces]
     chosen = [piece for piece in chosen if options.call in (None, piece.call)]
-    environment = describe()
+    environment = facts()
     print("  ".join(f"{name}: {value}" for name, value in environment.items()), flush=True)
-    kind = "gpu-dry" if options.dry else "gpu"
-    name = f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d-%H%M}-{kind}"
-    ended: list[Outcome] = []
+    now = datetime.datetime.now(datetime.timezone.utc)
+    options.output.mkdir(parents=True, exist_ok=True)
+    file = options.output / f"{now:%Y-%m-%d-%H%M}-{'gpu-dry' if options.dry else 'gpu'}.json"
+    outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="helix-gpu-") as scratch:
-
-        def told(outcome: Outcome) -> None:
-            ended.append(outcome)
-            _say(outcome, Path(scratch))
-            write_results(options.output, name, environment, ended)  # kept even if this process is killed
-
-        outcomes = run_pieces(chosen, Path(scratch), options.dry, options.jobs, options.limit, told)
-    files = write_results(options.output, name, environment, outcomes)
+        for outcome in run_pieces(chosen, Path(scratch), options.dry, options.limit):
+            outcomes.append(outcome)
+            print(f"{outcome.piece.name}: {outcome.verdict} after {outcome.seconds:.0f} s", flush=True)
+            log = Path(scratch, f"{outcome.piece.name}.log")
+            if not outcome.passed and log.exists():
+                lines = log.read_text(errors="replace").splitlines()[-TAIL:]
+                print("\n".join(f"  | {line}" for line in lines), flush=True)
+            found = [{"name": o.piece.name, "ending": o.ending, "entries": o.entries} for o in outcomes]
+            file.write_text(json.dumps({"environment": environment, "pieces": found}, indent=1) + "\n")
+            file.with_suffix(".md").write_text(page(environment, outcomes))  # kept even if this process is killed
     print("\nSummary")
     for outcome in outcomes:
-        print(f"  {outcome.piece.name:10} {outcome.seconds:6.1f} s  {verdict(outcome)}")
+        print(f"  {outcome.piece.name:10} {outcome.seconds:6.1f} s  {outcome.verdict}")
         for entry in outcome.failures:
             print(f"    FAIL {entry['name']}: {entry['figure']}")
-    print(f"Written: {', '.join(map(str, files))}")
+    print(f"Written: {file}, {file.with_suffix('.md')}")
     return 0 if all(outcome.passed for outcome in outcomes) else 1
 
 
@@ -69,25 +70,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--call", type=int, choices=sorted({piece.call for piece in PIECES}), help="those of one call")
     parser.add_argument("--dry", action="store_true", help="on the CPU, with tiny sizes and gloo in place of NCCL")
     parser.add_argument("--output", type=Path, help="folder for results; benchmarks/results, or runs/gpu when dry")
-    cores = os.cpu_count() or 1
-    parser.add_argument(
-        "--jobs", type=int, default=max(1, min(3, cores // 4)), help="pieces that need not be alone run side by side"
-    )
     parser.add_argument("--limit", type=float, default=1700.0, help="seconds for all pieces together (1700)")
     options = parser.parse_args()
-    unknown = sorted(set(options.pieces) - set(names))
-    if unknown:
+    if unknown := sorted(set(options.pieces) - set(names)):
         parser.error(f"unknown piece {', '.join(unknown)}; there are {', '.join(names)}")
     if options.output is None:
         options.output = ROOT / "runs" / "gpu" if options.dry else ROOT / "benchmarks" / "results"
     return options
-
-
-def _say(outcome: Outcome, scratch: Path) -> None:
-    print(f"{outcome.piece.name}: {verdict(outcome)} after {outcome.seconds:.0f} s", flush=True)
-    log = scratch / f"{outcome.piece.name}.log"
-    if not outcome.passed and log.exists():
-        print("\n".join(f"  | {line}" for line in log.read_text(errors="replace").splitlines()[-TAIL:]), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,18 @@
 
 As in a ring: queries see a part of the keys that came before, all of it, and their own part, causally or in a window;
 the parts are put together, and each part's gradient is computed from the output and the log-sum-exp of both. In fp32,
-of the same inputs, `Exact` computes the same over all keys at once. Then what each kernel costs.
+of the same inputs, `Exact` computes the same over all keys at once. Then milliseconds and memory of a layer whose
+ring has two ranks, forward and backward.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.attention_costs import DRY, Sizes, tell_costs
 from benchmarks.gpu.report import Options, Report
+from benchmarks.gpu.timing import device_seconds, release
 from hf_helix.operators.attention.kernels import cuda_kernels
 from hf_helix.operators.attention.partial import (
     CAUSAL,
@@ -20,15 +22,33 @@ from hf_helix.operators.attention.partial import (
     AttentionKernel,
     AttentionMask,
     Exact,
+    FirstOf,
     TorchCpu,
     merge,
 )
+from hf_helix.operators.attention.ring_attention import DOCUMENTS, JoinBlocks, RingBlock
+from hf_helix.operators.base import OperatorContext
+from hf_helix.operators.communication.transport import Axis, SilentTransport
 
 BARS = {torch.float32: 5e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """The error that a type may have, in parts of the norm."""
 
 SHAPES = ((128, 4, 4, 64), (200, 8, 2, 128), (77, 4, 2, 80), (64, 4, 1, 36))
 """Queries (and keys of each part), heads, heads of keys and values, head size."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A rank's part of a layer. Heads are as many as a rank has of Llama-3 8B at tp4."""
+
+    tokens: int = 16384
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 128
+    repeats: int = 3
+
+
+DRY = Layer(128, 4, 2, 16, 1)
 
 
 def run(report: Report, options: Options) -> None:
@@ -38,7 +58,7 @@ def run(report: Report, options: Options) -> None:
             with report.attempt(f"{type(kernel).__name__} {dtype}"):
                 check(report, kernel, dtype, bar, options.device)
         with report.attempt(f"costs of {type(kernel).__name__}"):
-            tell_costs(report, kernel, DRY if options.dry else Sizes(), options.device)
+            tell_costs(report, kernel, DRY if options.dry else Layer(), options.device)
 
 
 def kernels(device: torch.device) -> tuple[AttentionKernel, ...]:
@@ -96,3 +116,45 @@ def errors(
 
 def _off(value: Tensor, wanted: Tensor) -> float:
     return float((value.float() - wanted).norm() / wanted.norm()) if bool(value.isfinite().all()) else float("inf")
+
+
+def tell_costs(report: Report, kernel: AttentionKernel, sizes: Layer, device: torch.device) -> None:
+    """A layer over one document, and over packed ones where the kernel knows them."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q = torch.empty(1, sizes.heads, sizes.tokens, sizes.head_dim, device="meta", dtype=dtype)
+    packed = AttentionMask(mask=torch.empty(0, device="meta"))
+    for seen, what in ((CAUSAL, "one document"), (packed, "packed documents")):
+        if kernel.supports(q, q, seen):
+            release()
+            figure = _layer(kernel, sizes, dtype, seen.mask is not None, device)
+            report.note(f"{type(kernel).__name__}: a ring of 2 ranks, {2 * sizes.tokens} tokens, {what}", figure)
+
+
+def _layer(kernel: AttentionKernel, sizes: Layer, dtype: torch.dtype, is_packed: bool, device: torch.device) -> str:
+    """As the second of two ranks has it, all of whose blocks see something."""
+    n, heads, axis = sizes.tokens, sizes.heads, Axis(SilentTransport(2, 1))
+    first_of, scale = FirstOf(kernel), sizes.head_dim**-0.5
+    blocks, join = [RingBlock(first_of, axis, distance, scale) for distance in range(2)], JoinBlocks(dtype)
+    q = torch.randn(1, heads, n, sizes.head_dim, device=device, dtype=dtype)
+    kvs = [torch.randn(2, 1, sizes.kv_heads, n, sizes.head_dim, device=device, dtype=dtype) for _ in range(2)]
+    documents = (torch.arange(2 * n, device=device) // (n // 3))[None] if is_packed else None
+
+    def work() -> None:
+        ctx = OperatorContext({DOCUMENTS: documents}, 0, True)
+        so_far: tuple[Tensor, ...] = ()
+        for block in blocks:
+            so_far = block.forward(ctx, q, kvs[block.source], *so_far)
+        out, lse = join.forward(ctx, *so_far)
+        (gradient,) = join.backward(ctx, torch.ones_like(out))
+        for block in reversed(blocks):
+            block.backward(ctx, gradient, q, kvs[block.source], out, lse)
+
+    seconds = device_seconds(work, device, sizes.repeats)
+    figure = f"forward and backward {seconds * 1e3:.1f} ms"
+    if device.type != "cuda":
+        return figure
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    peak = torch.cuda.max_memory_allocated(device) - before
+    return f"{figure}, {peak / 2**30:.2f} GiB at most besides {before / 2**30:.2f} GiB of inputs"

@@ -7,18 +7,15 @@ Must hold: every case sees the same micro-batches in each step, whoever computes
 """
 
 import argparse
-import contextlib
 import datetime
 import functools
 import gc
 import json
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -108,21 +105,9 @@ CASES = (
 )
 
 
-HASTE: tuple[tuple[Any, str, int], ...] = (
-    (search, "EFFORT", 20_000),
-    (dhelix, "MAX_STATES", 100),
-    (profiler, "IN_A_ROW", 2),
-)
-"""What makes tuning short, whatever becomes of the plans: module, constant, value."""
-
-
-@contextlib.contextmanager
-def in_haste() -> Iterator[None]:
-    """While it is entered, plans need not be good: searches are short, and operators are timed a few times only."""
-    with contextlib.ExitStack() as patches:
-        for module, name, value in HASTE:
-            patches.enter_context(mock.patch.object(module, name, value))
-        yield
+def hurry() -> None:
+    """In this process plans need not be good: searches are short, and operators are timed a few times only."""
+    search.EFFORT, dhelix.MAX_STATES, profiler.IN_A_ROW = 20_000, 100, 2
 
 
 def main() -> None:
@@ -137,10 +122,10 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if given.dry else "nccl", timeout=datetime.timedelta(seconds=120))
     start_watch()
+    hurry()
     for number in given.cases:
         try:
-            with in_haste():
-                outcome = run_case(CASES[number], device, given.folder / str(number))
+            outcome = run_case(CASES[number], device, given.folder / str(number))
         except BaseException as error:
             said = str(error).strip().splitlines() or [""]
             failure = f"rank {dist.get_rank()}: {type(error).__name__}: {said[0]}"
@@ -164,9 +149,7 @@ def run_case(case: Case, device: torch.device, folder: Path) -> dict[str, Any]:
     with engine_on(
         functools.partial(tiny, case.family, **case.model), mesh, count, autocast_dtype, **case.options
     ) as engine:
-        before = memory_held(device)
         engine.save_pretrained(folder)
-        memory, in_use = [before, memory_held(device)], memory_in_use(device)
         optimizer = optimizer_of(engine)
         whole = sum(each.numel() for each in engine.model.parameters())
         with plain_parameters():
@@ -175,8 +158,8 @@ def run_case(case: Case, device: torch.device, folder: Path) -> dict[str, Any]:
         kept = engine.tuning.chosen if engine.tuning else ""
     del engine
     gc.collect()
-    outcome = {"losses": losses, "norms": norms, "memory": memory, "in_use": in_use, "kept": kept}
-    return {**outcome, "share": stepped / whole, "seconds": time.monotonic() - start}
+    outcome = {"losses": losses, "norms": norms, "kept": kept, "share": stepped / whole}
+    return {**outcome, "seconds": time.monotonic() - start}
 
 
 def train_steps(engine: Engine, optimizer: Any, count: int) -> tuple[list[float], list[float]]:
@@ -238,21 +221,6 @@ def unsplit_steps(case: Case, device: torch.device, folder: Path) -> tuple[list[
         optimizer.step()
         optimizer.zero_grad()
     return losses, norms
-
-
-def memory_held(device: torch.device) -> int:
-    """Bytes of the device that torch holds in this process."""
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
-
-
-def memory_in_use(device: torch.device) -> int:
-    """Bytes of the device in use, once all ranks are here: by every process on it, contexts and NCCL's buffers too."""
-    dist.barrier()
-    if device.type != "cuda":
-        return 0
-    torch.cuda.synchronize(device)
-    free, whole = torch.cuda.mem_get_info(device)
-    return whole - free
 
 
 def _mean_over(value: Tensor, group: dist.ProcessGroup | None, size: int) -> float:

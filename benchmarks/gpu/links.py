@@ -20,11 +20,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.timing import device_seconds
 from hf_helix.operators.communication.transport import SilentTransport, bytes_moved
 
 SOURCE = """
@@ -139,7 +139,8 @@ class Kernel(Hold):
     def __init__(self, blocks: int) -> None:
         self.moves = blocks > 1
         self._blocks = blocks
-        self._launch = _hold_kernel()
+        compile_kernel = getattr(torch.cuda, "_compile_kernel", None) or torch.cuda.compile_kernel  # type: ignore[attr-defined]
+        self._launch = compile_kernel(SOURCE, "hold")
 
     def __call__(self, out: Tensor, value: Tensor, seconds: float) -> None:
         num_out, num_value = (tensor.nbytes // 16 if self.moves else 0 for tensor in (out, value))
@@ -172,11 +173,9 @@ class Copies(Hold):
 class Naps(Hold):
     """For a dry run on the CPU, whose collectives run in threads: sleeps."""
 
+    moves = False
+
     def __call__(self, out: Tensor, value: Tensor, seconds: float) -> None:
-        if out.numel() > value.numel():
-            out.view(-1, *value.shape).copy_(value.expand(out.numel() // value.numel(), *value.shape))
-        else:
-            out.copy_(value[: out.shape[0]])
         time.sleep(seconds)
 
 
@@ -192,13 +191,6 @@ def holds(device: torch.device) -> dict[str, Callable[[], Hold]]:
     }
 
 
-def _hold_kernel() -> Any:
-    compile_kernel = getattr(torch.cuda, "_compile_kernel", None) or torch.cuda.compile_kernel  # type: ignore[attr-defined]
-    return compile_kernel(SOURCE, "hold")
-
-
 def _copy_rate(copy: Callable[[], object], count: int) -> float:
     """Bytes a second."""
-    from benchmarks.gpu.timing import device_seconds
-
     return count / device_seconds(copy, torch.device("cuda"), repeats=5)

@@ -4,7 +4,7 @@ In:   a family, and changes to its configuration.
 Out:  a model in fp32 on the CPU, the same wherever it is made; micro-batches of random tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -122,6 +122,3 @@ def targets(window: Sequence[Batch]) -> int:
 def on(window: Sequence[Batch], device: Any) -> list[Batch]:
     """The same on a device."""
     return [{name: value.to(device) for name, value in batch.items()} for batch in window]
-
-
-Made = Callable[[], Any]

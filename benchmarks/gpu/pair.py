@@ -10,7 +10,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -87,20 +86,10 @@ class Pair:
         """How each has ended; None for one that runs."""
         return [process.poll() for process in self.processes]
 
-    def wait(self, seconds: float) -> list[int | None]:
-        """Until both have ended, or one has failed and the other has had ten seconds to follow."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and None in (statuses := self.statuses()):
-            if any(statuses):
-                end = min(end, time.monotonic() + 10)
-            time.sleep(0.1)
-        return self.statuses()
-
     def said(self, lines: int = 6) -> str:
         """The last lines of both logs."""
-        tails = [f"rank {rank}: {line}" for rank, log in enumerate(self.logs) for line in _tail(log, lines)]
+        tails = []
+        for rank, log in enumerate(self.logs):
+            said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            tails += [f"rank {rank}: {line}" for line in said[-lines:]]
         return "\n".join(tails)
-
-
-def _tail(log: Path, lines: int) -> list[str]:
-    return [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-lines:]

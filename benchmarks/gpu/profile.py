@@ -24,7 +24,6 @@ CASES = (Case(LONG, EAGER), Case(LONG), Case(SHORT))
 
 
 def run(report: Report, options: Options) -> None:
-    """Profile every case."""
     for case in DRY[:1] if options.dry else CASES:
         with report.attempt(case.name):
             _tell(report, case, _kernels(case, options.device), options.dry)

@@ -10,11 +10,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from benchmarks.gpu.layouts import hurry
+from benchmarks.gpu.models import batches, tiny
+from hf_helix import HelixConfig, HelixTrainer
+
 
 def pose_as_hosts() -> None:
     """Where ranks of a launcher must share a GPU: see `benchmarks.gpu.pair`. Before torch starts anything."""
-    import torch
-
     if torch.cuda.device_count() < 2 and "RANK" in os.environ:
         os.environ.setdefault("NCCL_HOSTID", f"helix-{os.environ['RANK']}")
         os.environ["LOCAL_RANK"] = "0"
@@ -31,15 +36,6 @@ def main() -> None:
     given = parser.parse_args()
     if not given.dry:
         pose_as_hosts()
-    train(given)
-
-
-def train(given: Any) -> None:
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    from benchmarks.gpu.layouts import in_haste
-    from benchmarks.gpu.models import batches, tiny
-    from hf_helix import HelixConfig, HelixTrainer
 
     class Mark(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -64,8 +60,8 @@ def train(given: Any) -> None:
     common |= {"eval_dataset": rows[:6], "callbacks": [Mark()]}
     helix = HelixConfig(tp_size=2, plan=given.plan, tuning_share=1.0, cache=False)
     trainer = Trainer(**common) if given.stock else HelixTrainer(**common, helix_config=helix)
-    with in_haste():
-        trainer.train()
+    hurry()
+    trainer.train()
     evaluated = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(given.folder))
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -6,6 +6,7 @@ within 60 s, with its name; HelixTrainer under torchrun has the losses of the st
 take turns on the GPU.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,13 @@ def run(report: Report, options: Options) -> None:
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(1) as thread:
         folder = Path(scratch)
 
+        def attempt(name: str, check: Callable[[Report, str, Path, bool], None]) -> None:
+            with report.attempt(name):
+                check(report, name, folder, options.dry)
+
         def check_processes() -> None:
-            for check in (check_trainer, check_kill):
-                thread.submit(check, report, folder, options)
+            thread.submit(attempt, "HelixTrainer under torchrun", check_trainer)
+            thread.submit(attempt, "a killed rank", check_kill)
 
         if not options.dry:  # beside the layouts: processes start slowly, and then mostly wait
             check_processes()
@@ -110,7 +115,9 @@ def outcomes(numbers: Sequence[int], folder: Path, dry: bool) -> Iterator[tuple[
                 time.sleep(0.05)
             if failed:
                 failures += 1
-                pair.wait(5)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    for process in pair.processes:
+                        process.wait(5)
                 print(pair.said(30), file=sys.stderr, flush=True)
 
 
@@ -132,11 +139,6 @@ def compare(report: Report, case: Case, outcome: dict[str, Any], wanted: tuple[l
     if case.config.zero_stage:
         figure = f"an optimizer steps {outcome['share']:.0%} of them on rank 0 (at most {MOST_STEPPED:.0%})"
         report.check(f"{case.name}: parameters are spread", outcome["share"] <= MOST_STEPPED, figure)
-    before, after = (value / 2**20 for value in outcome["memory"])
-    figure = (
-        f"{before:.1f} MiB, then {after:.1f} MiB; {outcome['in_use'] / 2**20:.0f} MiB of the device are in use by all"
-    )
-    report.note(f"{case.name}: memory that torch holds around a save", f"{figure} processes on it")
 
 
 def _furthest(values: Sequence[float], wanted: Sequence[float]) -> float:
@@ -159,13 +161,8 @@ def _stored(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
-def check_kill(report: Report, folder: Path, options: Options) -> None:
+def check_kill(report: Report, name: str, folder: Path, dry: bool) -> None:
     """Rank 1 of a training run is killed; rank 0 ends by itself and says who it was."""
-    with report.attempt("a killed rank"):
-        _kill(report, folder, options.dry)
-
-
-def _kill(report: Report, folder: Path, dry: bool) -> None:
     mark = folder / "training"
     given = ["--folder", str(folder / "killed"), "--mark", str(mark), "--steps", "100000"]
     given += ["--plan", "greedy", *(["--dry"] if dry else [])]
@@ -175,7 +172,7 @@ def _kill(report: Report, folder: Path, dry: bool) -> None:
             time.sleep(0.1)
         if not mark.exists():
             print(pair.said(30), file=sys.stderr, flush=True)
-            report.check("a killed rank", False, f"training did not start: {pair.said(1)}".replace("\n", "; "))
+            report.check(name, False, f"training did not start: {pair.said(1)}".replace("\n", "; "))
             return
         pair.processes[1].send_signal(signal.SIGKILL)
         killed = time.monotonic()
@@ -187,44 +184,39 @@ def _kill(report: Report, folder: Path, dry: bool) -> None:
         said = [line for line in pair.logs[0].read_text(errors="replace").splitlines() if "rank 1" in line]
     named = next((line for line in said if "rank 1 died" in line), said[-1] if said else "nothing about rank 1")
     passed = status != 0 and seconds < END_LIMIT and bool(said)
-    report.check("a killed rank", passed, f"rank 0 ended after {seconds:.1f} s (at most 60) and said: {named}")
+    report.check(name, passed, f"rank 0 ended after {seconds:.1f} s (at most 60) and said: {named}")
 
 
-def check_trainer(report: Report, folder: Path, options: Options) -> None:
+def check_trainer(report: Report, name: str, folder: Path, dry: bool) -> None:
     """HelixTrainer on two ranks of torchrun, and the stock Trainer in one process: the losses they log."""
-    with report.attempt("HelixTrainer under torchrun"):
-        _train(report, folder, options)
-
-
-def _train(report: Report, folder: Path, options: Options) -> None:
-    dry = ["--dry"] if options.dry else []
+    flags = ["--dry"] if dry else []
     stock, helix = folder / "trainer-stock", folder / "trainer-helix"
-    alone = [sys.executable, "-m", TRAINER, "--stock", "--folder", str(stock), *dry]
+    alone = [sys.executable, "-m", TRAINER, "--stock", "--folder", str(stock), *flags]
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-    launch += ["--master-port", str(free_port()), "-m", TRAINER, "--folder", str(helix), *dry]
+    launch += ["--master-port", str(free_port()), "-m", TRAINER, "--folder", str(helix), *flags]
     own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NCCL_HOSTID")
-    environment = {key: value for key, value in environment_of(0, 0, options.dry).items() if key not in own}
-    one = {} if options.dry else {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    environment = {key: value for key, value in environment_of(0, 0, dry).items() if key not in own}
+    one = {} if dry else {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
 
     def ended(command: list[str], more: dict[str, str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, env=environment | more, capture_output=True, text=True, timeout=150)
 
-    with ThreadPoolExecutor(1 if options.dry else 2) as threads:
+    with ThreadPoolExecutor(1 if dry else 2) as threads:
         runs = list(threads.map(ended, (alone, launch), (one, {})))
     for command, done in zip((alone, launch), runs, strict=True):
         if done.returncode:
             print(done.stdout[-4000:], done.stderr[-8000:], file=sys.stderr, flush=True)
             last = [line for line in done.stderr.splitlines() if "Error" in line or line.startswith("hf_helix")]
             said = last[0] if last else ""
-            report.check("HelixTrainer under torchrun", False, f"{command[2]} ended with {done.returncode}: {said}")
+            report.check(name, False, f"{command[2]} ended with {done.returncode}: {said}")
             return
     wanted, figures = (json.loads((place / "losses.json").read_text()) for place in (stock, helix))
     off = _furthest(figures["losses"], wanted["losses"])
     evaluated = _furthest([figures["eval"]], [wanted["eval"]])
     figure = f"losses {off:.1e}, evaluation {evaluated:.1e} off the stock Trainer's (at most {CLOSE:.0e})"
-    report.check("HelixTrainer under torchrun", max(off, evaluated) <= CLOSE, f"{figure}; {figures['about']}")
+    report.check(name, max(off, evaluated) <= CLOSE, f"{figure}; {figures['about']}")
     mine, theirs = _stored(helix), _stored(stock)
     apart = [float((mine[name] - value).norm() / value.norm()) for name, value in theirs.items() if name in mine]
     figure = f"{len(mine)} tensors, at most {max(apart, default=math.inf):.1e} off (at most {CLOSE:.0e})"
     close = mine.keys() == theirs.keys() and max(apart) <= CLOSE
-    report.check("HelixTrainer under torchrun: saved after training", close, figure)
+    report.check(f"{name}: saved after training", close, figure)

@@ -1,27 +1,25 @@
-"""What a piece of the acceptance is given, and what it tells.
+"""One piece of the acceptance, in this process: `python -m benchmarks.gpu.report parity --dry`.
 
-In:   the outcome of each check, as the piece goes on.
-Out:  a PASS or FAIL line for each on the screen, and one JSON line for each in a file that the parent process reads.
+In:   the name of a piece, and the outcome of each check, as the piece goes on.
+Out:  a PASS or FAIL line for each on the screen, and one JSON line for each in a file that the parent process reads;
+      exit status 1 if a check failed or the piece raised.
 Must hold: everything told so far is on disk, so that a piece that crashes or hangs keeps what it had found.
 
-A piece is a module with a function `run(report: Report, options: Options) -> None`, listed in `pieces.py`. It runs in a
-process of its own, and an exception that leaves `run` is a failed check.
+A piece is a module with a function `run(report: Report, options: Options) -> None`, listed in `pieces.py`.
 """
 
-from __future__ import annotations
-
+import argparse
 import contextlib
+import importlib
 import json
+import math
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Report:
         path: the file that takes the JSON lines; None to print only.
     """
 
-    def __init__(self, piece: str, path: str | Path | None = None) -> None:
+    def __init__(self, piece: str, path: str | None = None) -> None:
         self.piece = piece
         self.failed = 0
         self._path = path
@@ -72,6 +70,15 @@ class Report:
             said = str(error).strip().splitlines() or [""]
             self.check(name, False, f"{type(error).__name__}: {said[0]}")
 
+    def each(self, cases: Iterable[tuple[str, Callable[[], object]]], seconds: float = math.inf) -> None:
+        """Runs cases by name, each as an attempt, and none once so many seconds of the piece are spent."""
+        for name, run in cases:
+            if time.monotonic() - self._start > seconds:
+                self.note(name, "left out: the time for this piece is spent")
+            else:
+                with self.attempt(name):
+                    run()
+
     def _tell(self, outcome: str, name: str, figure: str) -> None:
         seconds = round(time.monotonic() - self._start, 1)
         print(f"{outcome} {self.piece}: {name}: {figure} [{seconds} s]", flush=True)
@@ -79,4 +86,21 @@ class Report:
             entry = {"piece": self.piece, "outcome": outcome, "name": name, "figure": figure, "seconds": seconds}
             with open(self._path, "a") as file:
                 file.write(json.dumps(entry) + "\n")
-        sys.stdout.flush()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("piece")
+    parser.add_argument("--dry", action="store_true", help="on the CPU, with tiny sizes")
+    parser.add_argument("--seconds", type=float, default=600.0, help="how long it may take")
+    parser.add_argument("--record", help="append what is found to this file, a JSON line each")
+    given = parser.parse_args()
+    report = Report(given.piece, given.record)
+    options = Options(given.dry, torch.device("cpu" if given.dry else "cuda:0"), given.seconds)
+    with report.attempt("runs to its end"):
+        importlib.import_module(f"benchmarks.gpu.{given.piece}").run(report, options)
+    return 1 if report.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

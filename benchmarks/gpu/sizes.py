@@ -4,6 +4,7 @@ One process plays rank 0; nothing is carried between ranks, so the seconds are t
 two layers of the real sizes. Asked for is that the doctor's figure of the memory is at most 10 % off.
 """
 
+import functools
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from transformers import LlamaConfig, Qwen3MoeConfig
 
 from benchmarks.gpu.links import LoneTransport
 from benchmarks.gpu.report import Options, Report
-from benchmarks.gpu.timing import Budget, issue_and_run, release
+from benchmarks.gpu.timing import issue_and_run, release
 from benchmarks.gpu.windows import silent_mesh
 from hf_helix.config import HelixConfig
 from hf_helix.doctor.case import Case as DoctorCase
@@ -85,17 +86,13 @@ def dry_cases() -> list[Case]:
 
 def run(report: Report, options: Options) -> None:
     """Every case."""
-    budget = Budget(0.75 * options.seconds)
-    for case in dry_cases() if options.dry else cases():
-        if budget.left < 0:
-            report.note(case.name, "left out: the time for this piece is spent")
-            continue
-        with report.attempt(case.name):
-            _run(report, case, options.device)
-        release()
+    chosen = dry_cases() if options.dry else cases()
+    named = ((case.name, functools.partial(_run, report, case, options.device)) for case in chosen)
+    report.each(named, 0.75 * options.seconds)
 
 
 def _run(report: Report, case: Case, device: torch.device) -> None:
+    release()
     sizes, on_gpu = case.sizes, device.type == "cuda"
     mesh = silent_mesh(device, sizes.tp, sizes.cp, sizes.ep, made=LoneTransport)
     config = HelixConfig(tp_size=sizes.tp, cp_size=sizes.cp, ep_size=sizes.ep, **case.options)

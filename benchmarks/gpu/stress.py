@@ -1,43 +1,88 @@
-"""Races: with links and computation at random paces, and new memory full of nan, no bit may change.
+"""Plans and races: under every plan, with links and computation at random paces and new memory full of nan, no bit may
+change.
 
-Each layout runs once without any delay, and then under several plans with other delays in every window; deterministic
-kernels, no other ranks. Streams with a mistake must show it (`mistakes.py`): a check that cannot fail proves nothing.
+Each layout runs once under `sequential` without any delay, and then under every plan with other delays in each window;
+deterministic kernels, no other ranks. A sleep lies on the stream (on a CPU, in the thread) whose work it delays.
 """
 
 import functools
 import os
-from collections.abc import Mapping
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from benchmarks.gpu.mistakes import check_mistakes, let
 from benchmarks.gpu.models import batches, tiny
-from benchmarks.gpu.paces import Paced, paced_streams, random_pace
+from benchmarks.gpu.parity import LAYOUTS, named
 from benchmarks.gpu.report import Options, Report
-from benchmarks.gpu.windows import deterministic, engine_on, same_bits, silent_mesh, train, under_plan
+from benchmarks.gpu.windows import Local, deterministic, engine_on, same_bits, silent_mesh, train, under_plan
+from hf_helix.operators.base import TransferFn
+from hf_helix.operators.communication.transport import TransportMethod, TransportWrapper
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.runtime.streams import CpuStreams, CudaStreams, Event
 
-PLANS = ("greedy", "round_robin", "dhelix")
-LAYOUTS: tuple[tuple[str, str, dict[str, int], dict[str, Any], bool], ...] = (
-    ("llama tp2", "llama", {"tp": 2}, {}, False),
-    ("llama cp2", "llama", {"cp": 2}, {}, False),
-    ("qwen3 tp2 cp2 bf16", "qwen3", {"tp": 2, "cp": 2}, {}, True),
-    ("mixtral ep2", "mixtral", {"ep": 2}, {}, False),
-    ("llama tp2 recompute bf16", "llama", {"tp": 2}, {"recompute": "full"}, True),
-)
-"""What it is called, family, sizes of the axes, options of `HelixConfig`, whether in bf16."""
-
+PLANS = ("sequential", "greedy", "round_robin", "dhelix")
+ROUNDS = 2  # windows under each
+CASES = (*LAYOUTS, ("llama", {"tp": 2}, {"recompute": "full"}))
 WINDOW = batches(4, lengths=(48, 33))
+MOST = 2e-3  # seconds that a transfer is delayed
+CYCLES = 1.7e9
+"""Of a second of `torch.cuda._sleep`, about."""
+
+Pace = Callable[[], None]
+"""Lets the current stream wait, each time as long as is drawn anew; on a CPU, the current thread."""
+
+
+def random_pace(seed: int, most: float, device: torch.device) -> Pace:
+    """Mostly short, at times long, often nothing."""
+    draws = random.Random(seed)
+
+    def pace() -> None:
+        seconds = draws.choice((0.0, 0.0, 0.02, 0.1, 0.3, 1.0)) * most
+        if device.type == "cuda":
+            torch.cuda._sleep(int(seconds * CYCLES))
+        else:
+            time.sleep(seconds)
+
+    return pace
+
+
+class Paced(TransportWrapper):
+    """A link that takes its time, and then fills the buffer with what it would have without."""
+
+    def __init__(self, size: int, rank: int, pace: Pace) -> None:
+        super().__init__(Local(size, rank))
+        self._pace = pace
+
+    def move(self, name: str, run: TransportMethod, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
+        self._pace()
+        run(out, value, *rows)
+
+
+class PacedStreams(CudaStreams):
+    """CUDA streams whose compute stream takes its time, too: it sleeps after each operator that communication reads."""
+
+    def __init__(self, device: torch.device, pace: Pace) -> None:
+        super().__init__(device)
+        self._pace = pace
+
+    def issue(self, kind: Kind, transfer: TransferFn, after: Sequence[Any], label: str, lane: str = "") -> Event:
+        event = super().issue(kind, transfer, after, label, lane)
+        self._pace()
+        return event
 
 
 def run(report: Report, options: Options) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic GEMMs; read when CUDA starts
-    rounds, most = (1, 2e-3) if options.dry else (6, 2e-3)
-    for name, family, sizes, changes, bf16 in LAYOUTS:
-        with report.attempt(name), deterministic():
-            check_layout(report, name, family, sizes, changes, bf16, options.device, rounds, most)
-    with report.attempt("mistakes"):
-        check_mistakes(report, options.device)
+    torch.set_float32_matmul_precision("highest")
+    for family, sizes, changes in CASES:
+        for kind, autocast_dtype in (("fp32", None), ("bf16", torch.bfloat16)):
+            name = f"{named(family, sizes, changes)} {kind}"
+            with report.attempt(name), deterministic():
+                check_layout(report, name, family, sizes, changes, autocast_dtype, options)
 
 
 def check_layout(
@@ -46,33 +91,25 @@ def check_layout(
     family: str,
     sizes: Mapping[str, int],
     changes: Mapping[str, Any],
-    bf16: bool,
-    device: torch.device,
-    rounds: int,
-    most: float,
+    autocast_dtype: torch.dtype | None,
+    options: Options,
 ) -> None:
-    """Windows at random paces against one without delays.
-
-    Args:
-        report, name: where the outcome goes, and as what.
-        family, sizes, changes, bf16: see `LAYOUTS`.
-        device: that it runs on.
-        rounds: windows under each plan.
-        most: seconds that a transfer is delayed at most.
-    """
-    made, autocast_dtype = functools.partial(tiny, family), torch.bfloat16 if bf16 else None
+    """Windows at random paces against one without delays."""
+    device, made = options.device, functools.partial(tiny, family)
     with engine_on(made, silent_mesh(device, **sizes), len(WINDOW), autocast_dtype, **changes) as engine:
         wanted = train(engine, WINDOW)
     if any(value != value for value in wanted.losses):
         report.check(name, False, f"the losses without delays are {wanted.losses}")
         return
-    pace, differing, count = random_pace(7, most), "", 0
-    mesh = silent_mesh(device, **sizes, made=functools.partial(Paced, pace=pace, device=device))
+    differing, count = "", 0
+    mesh = silent_mesh(device, **sizes, made=functools.partial(Paced, pace=random_pace(7, MOST, device)))
     with engine_on(made, mesh, len(WINDOW), autocast_dtype, **changes) as engine:
-        let(engine, paced_streams(device, random_pace(8, most / 10)))
+        engine.runner.executor.streams.close()
+        on_gpu, pace = device.type == "cuda", random_pace(8, MOST / 10, device)
+        engine.runner.executor.streams = PacedStreams(device, pace) if on_gpu else CpuStreams()
         for plan in PLANS:
             under_plan(engine, plan)
-            for _ in range(rounds):
+            for _ in range(1 if options.dry else ROUNDS):
                 count += 1
                 where = same_bits(train(engine, WINDOW), wanted)
                 differing = differing or (where and f"window {count} under {plan} differs in {where}")

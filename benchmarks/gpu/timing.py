@@ -1,7 +1,7 @@
 """Measuring on a device.
 
 In:   a function that issues work.
-Out:  seconds of the device, or of the host while it issues; `Bench` tells them to a report.
+Out:  seconds of the device, or of the host while it issues.
 Must hold: a time is the device's own. The host issues everything while the device is held up by a kernel that sleeps,
 so short kernels are not measured by how fast the host can launch them. Times are medians.
 """
@@ -11,33 +11,13 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
-from benchmarks.gpu.report import Report
 
 Work = Callable[[], object]
 
 CYCLES_PER_SECOND = 2e9
 """No Hopper GPU has a faster clock, so a sleep of so many cycles lasts at least a second."""
-
-
-class Budget:
-    """How long a piece may go on measuring.
-
-    Args:
-        seconds: from now.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-
-    @property
-    def left(self) -> float:
-        """Seconds; negative when it is spent."""
-        return self._end - time.monotonic()
 
 
 def release() -> None:
@@ -56,12 +36,10 @@ def synchronize(device: torch.device) -> None:
 
 def device_seconds(work: Work, device: torch.device, repeats: int = 15) -> float:
     """Median time that the device takes for `work`, which is issued to the current stream."""
+    rounds = [issue_and_run(work, device) for _ in range(6)][3:]  # the first ones warm up
+    issuing, seconds = (statistics.median(each) for each in zip(*rounds, strict=True))
     if device.type != "cuda":
-        return host_seconds(work, device, repeats=3)
-    for _ in range(3):
-        work()
-    synchronize(device)
-    issuing = _issuing(work, device)
+        return seconds
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     torch.cuda._sleep(int(CYCLES_PER_SECOND * min(0.2, 1e-3 + 1.5 * repeats * issuing)))
     for start, end in events:
@@ -72,19 +50,6 @@ def device_seconds(work: Work, device: torch.device, repeats: int = 15) -> float
     return statistics.median(start.elapsed_time(end) for start, end in events) / 1e3
 
 
-def host_seconds(work: Work, device: torch.device, repeats: int = 15) -> float:
-    """Median time from the call until the device has done the work."""
-    work()
-    seconds = []
-    for _ in range(repeats):
-        synchronize(device)
-        start = time.perf_counter()
-        work()
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
-
-
 def issue_and_run(work: Work, device: torch.device) -> tuple[float, float]:
     """Seconds until the host has issued the work, and until the device has done it."""
     synchronize(device)
@@ -93,67 +58,3 @@ def issue_and_run(work: Work, device: torch.device) -> tuple[float, float]:
     issued = time.perf_counter() - start
     synchronize(device)
     return issued, time.perf_counter() - start
-
-
-def _issuing(work: Work, device: torch.device) -> float:
-    """Seconds that the host needs to issue the work."""
-    return statistics.median(issue_and_run(work, device)[0] for _ in range(3))
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """Sizes of Llama-3 8B, and how many tokens."""
-
-    tokens: int = 8192
-    hidden: int = 4096
-    intermediate: int = 14336
-    head_dim: int = 128
-    heads: int = 32
-    kv_heads: int = 8
-    vocabulary: int = 128256
-    square: int = 8192
-
-
-DRY = Shapes(64, 32, 64, 8, 8, 2, 128, 64)
-
-
-class Bench:
-    """Times work and tells what was found.
-
-    Args:
-        shapes: sizes.
-        device: to run on.
-    """
-
-    def __init__(self, report: Report, shapes: Shapes, device: torch.device) -> None:
-        self.report = report
-        self.shapes = shapes
-        self.device = device
-        self.dry = device.type != "cuda"
-
-    def seconds(self, work: Work, repeats: int = 15) -> float:
-        """Of the device, for one call."""
-        return device_seconds(work, self.device, repeats)
-
-    def random(self, *size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Normal values."""
-        return torch.randn(size, device=self.device).to(dtype)
-
-    def attempt(self, name: str, work: Work, expected: str = "") -> float | None:
-        """Tell the time of a variant that may not exist; None if it does not."""
-        try:
-            seconds = self.seconds(work)
-        except Exception as error:
-            self.report.note(name, f"does not work: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
-            return None
-        self.report.note(name, us(seconds) + (f" ({expected} expected)" if expected else ""))
-        return seconds
-
-    def check(self, name: str, passed: bool, figure: str) -> None:
-        """A dry run asks for nothing."""
-        self.report.check(name, self.dry or passed, figure)
-
-
-def us(seconds: float) -> str:
-    """Microseconds as text."""
-    return f"{seconds * 1e6:.1f} us"

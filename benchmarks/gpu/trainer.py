@@ -6,8 +6,8 @@ for all cases of the same sizes and training arguments. The first steps do not c
 choose kernels.
 """
 
-import argparse
 import contextlib
+import functools
 import statistics
 import tempfile
 import time
@@ -20,12 +20,13 @@ import transformers
 from transformers import TrainerCallback
 
 from benchmarks.gpu.report import Options, Report
-from benchmarks.gpu.timing import Budget, release, synchronize
-from benchmarks.one_process import HELIX, STOCK, make_model, make_trainer
+from benchmarks.gpu.timing import release, synchronize
+from benchmarks.trainers import HELIX, STOCK, make_model, make_trainer
+from hf_helix import HelixConfig
 from hf_helix.report.flops import peak_tflops, token_flops
 
-SLOWER, LOSS = 1.05, 1e-2
-"""What is asked: HelixTrainer's step in parts of the stock Trainer's, and how far the losses may be apart."""
+LOSS = 1e-2
+"""How far the losses may be apart; a step may take as long as the stock Trainer's, with as much memory."""
 
 WARM_UP = 3
 """Steps that do not count."""
@@ -36,14 +37,14 @@ class Sizes:
     """The model, and what it is trained on in a step.
 
     Attributes:
-        micro_batch: sequences of a micro-batch.
-        length: tokens of a sequence.
-        steps: those that count.
+        batch: sequences of a micro-batch.
+        sequence: tokens of one.
+        steps: so many are trained, and one more.
         accumulation: micro-batches of a step.
     """
 
-    micro_batch: int
-    length: int
+    batch: int
+    sequence: int
     steps: int
     accumulation: int = 8
     hidden: int = 2048
@@ -56,7 +57,7 @@ class Sizes:
     @property
     def tokens(self) -> int:
         """Of an optimizer step."""
-        return self.accumulation * self.micro_batch * self.length
+        return self.accumulation * self.batch * self.sequence
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Case:
     def stock_name(self) -> str:
         """For a person; the same for cases that the same run of the stock Trainer is compared with."""
         sizes = self.sizes
-        return ", ".join([f"{sizes.accumulation} x {sizes.micro_batch} x {sizes.length} tokens", *self.arguments])
+        return ", ".join([f"{sizes.accumulation} x {sizes.batch} x {sizes.sequence} tokens", *self.arguments])
 
     @property
     def name(self) -> str:
@@ -84,7 +85,7 @@ class Case:
         return ", ".join([self.stock_name, *(f"{name}={value}" for name, value in self.helix.items())])
 
 
-SHORT, LONG = Sizes(1, 2048, steps=6), Sizes(2, 4096, steps=3)
+SHORT, LONG = Sizes(1, 2048, WARM_UP + 5), Sizes(2, 4096, WARM_UP + 2)
 COMPILED, CHECKPOINTS = {"compile": True}, {"gradient_checkpointing": True}
 EAGER = {"cuda_graphs": False}  # else graphs are the default on a GPU
 CASES = (
@@ -95,9 +96,9 @@ CASES = (
     Case(SHORT, {**COMPILED, **EAGER}),
     Case(LONG, COMPILED),
     Case(LONG, EAGER),
-    Case(replace(LONG, steps=2), arguments=CHECKPOINTS),
+    Case(replace(LONG, steps=WARM_UP + 1), arguments=CHECKPOINTS),
 )
-TINY = Sizes(1, 16, 1, 2, 32, 64, 2, 4, 2, 64)
+TINY = Sizes(1, 16, WARM_UP, 2, 32, 64, 2, 4, 2, 64)
 DRY = (Case(TINY), Case(TINY, {"recompute": "selective"}), Case(TINY, arguments=CHECKPOINTS))
 
 
@@ -128,28 +129,26 @@ class Trained:
 def run(report: Report, options: Options) -> None:
     """Every case, the most telling ones first."""
     transformers.logging.set_verbosity_error()
-    budget = Budget(0.75 * options.seconds)
     device = options.device
     peak = None if options.dry else peak_tflops(torch.cuda.get_device_name(device))
     stock: dict[str, Trained] = {}
-    for case in DRY if options.dry else CASES:
-        if budget.left < 0:
-            report.note(case.name, "left out: the time for this piece is spent")
-            continue
-        with report.attempt(case.name):
-            if case.stock_name not in stock:
-                stock[case.stock_name] = _train(STOCK, case, device)
-                _tell(report, f"{case.stock_name}: {STOCK}", stock[case.stock_name], peak)
-            trained = _train(HELIX, case, device)
-            _tell(report, f"{case.name}: {HELIX}", trained, peak)
-            compare(report, case.name, trained, stock[case.stock_name], options.dry)
+
+    def check(case: Case) -> None:
+        if case.stock_name not in stock:
+            stock[case.stock_name] = _train(STOCK, case, device)
+            _tell(report, f"{case.stock_name}: {STOCK}", stock[case.stock_name], peak)
+        trained = _train(HELIX, case, device)
+        _tell(report, f"{case.name}: {HELIX}", trained, peak)
+        compare(report, case.name, trained, stock[case.stock_name], options.dry)
+
+    cases = DRY if options.dry else CASES
+    report.each(((case.name, functools.partial(check, case)) for case in cases), 0.75 * options.seconds)
 
 
 def compare(report: Report, name: str, trained: Trained, stock: Trained, dry: bool) -> None:
     """What is asked of a run beside the stock Trainer's; of a dry one, only that it learns the same."""
     ratio, share = trained.step / stock.step, 1.0 if dry else trained.peak / stock.peak
-    report.check(f"{name}: step time", dry or ratio <= SLOWER, f"{ratio:.3f} x of stock (at most {SLOWER} x)")
-    report.check(f"{name}: MFU", dry or ratio <= 1, f"{1 / ratio:.3f} x of stock (at least 1 x)")
+    report.check(f"{name}: step time", dry or ratio <= 1, f"{ratio:.3f} x of stock (at most 1 x)")
     report.check(f"{name}: peak memory", share <= 1, f"{share:.3f} x of stock (at most 1 x)")
     apart = abs(trained.loss - stock.loss)
     figure = f"{trained.loss:.4f}, {stock.loss:.4f} of stock: {apart:.1e} apart (at most {LOSS})"
@@ -197,7 +196,7 @@ def _train(name: str, case: Case, device: torch.device) -> Trained:
         loss = trainer.train().training_loss
     peak = torch.cuda.max_memory_allocated(device) - before if on_gpu else 0
     issued, ran = zip(*timer.steps[WARM_UP - 1 :], strict=True)  # nothing comes before the first step to count from
-    flops = token_flops(model).causal(case.sizes.length) * case.sizes.tokens
+    flops = token_flops(model).causal(case.sizes.sequence) * case.sizes.tokens
     return Trained(list(ran), list(issued), loss, peak, flops)
 
 
@@ -208,25 +207,8 @@ def alone(name: str, case: Case, device: torch.device) -> Iterator[Any]:
     arguments = {"use_cpu": device.type != "cuda", "bf16": True, **case.arguments}
     with tempfile.TemporaryDirectory() as folder:
         with device:
-            model = make_model(_options(case.sizes))
-        trainer = make_trainer(name, model, _options(case.sizes), folder, case.helix, **arguments)
+            model = make_model(case.sizes)
+        helix = HelixConfig(tp_size=1, **case.helix) if name == HELIX else None
+        trainer = make_trainer(model, case.sizes, folder, helix, **arguments)
         yield trainer
         trainer.accelerator.free_memory()
-
-
-def _options(sizes: Sizes) -> argparse.Namespace:
-    """As `benchmarks.one_process` takes them."""
-    return argparse.Namespace(
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.intermediate,
-        layers=sizes.layers,
-        heads=sizes.heads,
-        kv_heads=sizes.kv_heads,
-        vocab_size=sizes.vocabulary,
-        sequence_length=sizes.length,
-        micro_batch=sizes.micro_batch,
-        accumulation=sizes.accumulation,
-        steps=WARM_UP + sizes.steps - 1,  # one more is trained
-        optimizer="adamw_torch_fused",
-        plan="auto",
-    )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu.models import Batch, Made, on, targets
+from benchmarks.gpu.models import Batch, on, targets
 from hf_helix import HelixConfig
 from hf_helix.engine.build import RunOptions
 from hf_helix.engine.engine import Engine
@@ -68,7 +68,7 @@ def silent_mesh(
 
 @contextmanager
 def engine_on(
-    made: Made, mesh: Mesh, count: int, autocast_dtype: torch.dtype | None = None, **options: Any
+    made: Callable[[], Any], mesh: Mesh, count: int, autocast_dtype: torch.dtype | None = None, **options: Any
 ) -> Iterator[Engine]:
     """An engine of a fresh model on a mesh, closed in the end.
 
@@ -126,7 +126,7 @@ def under_plan(engine: Engine, rule: str) -> None:
 
 
 def unsplit(
-    made: Made,
+    made: Callable[[], Any],
     window: Sequence[Batch],
     device: torch.device,
     autocast: torch.dtype | None = None,

@@ -12,7 +12,6 @@ bounds      every rule's plan beside what no plan can beat
 fit         the few constants of the clusters, fitted
 ablate      graphs, profiles and runners that leave plans less freedom
 artifacts   all of them by number
-table       a table as text, with its picture
+table       a table as text, with its picture, and the page with all of them
 draw        their pictures
-page        the page with all of them
 """

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.paper.artifacts import all_artifacts, makers_of
-from benchmarks.paper.page import write_page
 from benchmarks.paper.runs import Runs
-from benchmarks.paper.table import Artifact
+from benchmarks.paper.table import Artifact, write_page
 
 EXAMPLES = """\
 examples:

@@ -5,7 +5,7 @@ Out:  artifacts.
 Must hold: what was fitted and what was predicted is told apart, and every error is printed.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -243,6 +243,3 @@ def steps(runs: Runs) -> Artifact:
     return Artifact(
         "Figure 15", "what each overlap adds", ("case", "overlap of", "paper", "ours", "difference"), cells, notes, draw
     )
-
-
-Make = Callable[[Runs], Artifact]

@@ -1,0 +1,260 @@
+"""Trainers beside each other: step times of the stock Trainer and HelixTrainer, of two losses, and the memory of DPO.
+
+Step times are wall-clock, from the end of one optimizer step to the end of the next (batches, forward, backward,
+clipping, optimizer), in fp32 on the CPU. Both trainers live in one process and train copies of one Llama on the same
+data in turn, some steps each round; who goes first changes from round to round. A round gives one median for each
+trainer, and their ratio; the first rounds do not count, nor does the first step of each. Losses are compared, too.
+Memory is that of live tensors at the peak of a training step, counted storage by storage; parameters and gradients do
+not count. The studies:
+
+    stock   HelixTrainer on one process beside transformers.Trainer: what the library costs where it cannot help
+    loss    HelixTrainer with `compute_loss_func`, the next-token loss of Transformers, beside its built-in loss; the
+            allocator keeps freed memory, as that of a GPU does: otherwise the kernel maps the logits anew each time
+    memory  a step of TRL's DPOTrainer with its chunked head, under the mixin beside the stock one on one process
+
+    python -m benchmarks.trainers stock
+    python -m benchmarks.trainers loss --tp_size 2
+    python -m benchmarks.trainers memory --tp_size 2 --vocabulary 128256
+"""
+
+import argparse
+import copy
+import itertools
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.trainer_callback import PrinterCallback
+
+from benchmarks.common import add_outputs, columns, facts, llama, options_of, save
+from benchmarks.ranks import Ranks
+from hf_helix import HelixConfig, HelixTrainer, HelixTrainerMixin
+
+TARGETS = {"stock": 1.10, "loss": 1.03, "memory": 1.0}
+"""At most so many times what stands first in the table."""
+
+STOCK, HELIX = "transformers.Trainer", "HelixTrainer"
+
+STOCK_PEAK = "STOCK_PEAK"
+"""The variable with the peak of the stock trainer, which is measured on one process before the ranks start."""
+
+KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": 2**30, "MALLOC_TRIM_THRESHOLD_": 2**32, "MALLOC_TOP_PAD_": 2**28}
+"""Variables of glibc, in bytes, that a process reads at its start."""
+
+
+def main() -> None:
+    model = {"hidden": 256, "layers": 4, "heads": 8, "kv_heads": 4, "vocabulary": 4096, "sequence": 256}
+    parser = options_of(__doc__, **model, batch=2, accumulation=4, tp_size=1, rounds=12, warmup_rounds=2, steps=4)
+    parser.add_argument("study", choices=STUDIES)
+    add_outputs(parser)
+    options = parser.parse_args()
+    options.intermediate = options.hidden * 11 // 4
+    if options.study == "stock":
+        options.rank = 0
+        torch.set_num_threads(1)
+        return work(options)
+    if options.study == "memory" and "RANK" not in os.environ:
+        os.environ[STOCK_PEAK] = str(peak_of_step(stock_dpo(), options))
+    os.environ |= {name: str(size) for name, size in KEEPS_MEMORY.items()}
+    Ranks(options.tp_size).run(work, options)
+
+
+def work(options: argparse.Namespace) -> None:
+    """One rank."""
+    transformers.logging.set_verbosity_error()
+    text, result = STUDIES[options.study](options)
+    if options.rank == 0:
+        print("\n".join([text, *(f"{name}: {value}" for name, value in facts().items())]))
+        save(options, f"Trainers: {options.study}", __doc__, text, result)
+
+
+# -- step times ----------------------------------------------------------------------------------------------------
+
+
+class RandomTokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Samples that depend on nothing but their number; every token is a target."""
+
+    def __init__(self, num_samples: int, length: int, vocabulary: int) -> None:
+        self.tokens = torch.randint(vocabulary, (num_samples, length), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, place: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[place], "labels": self.tokens[place]}
+
+
+class StepTimer(TrainerCallback):
+    """Seconds from the end of one optimizer step to the end of the next."""
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> float:
+        """The median of a round."""
+        return statistics.median(end - start for start, end in itertools.pairwise(self.ends))
+
+
+def make_model(sizes: Any) -> LlamaForCausalLM:
+    """Returns the Llama of `sizes`: hidden, intermediate, layers, heads, kv_heads, vocabulary, sequence."""
+    torch.manual_seed(0)
+    more = {"intermediate_size": sizes.intermediate, "num_key_value_heads": sizes.kv_heads}
+    more["max_position_embeddings"] = sizes.sequence
+    return LlamaForCausalLM(llama(sizes.hidden, sizes.layers, sizes.vocabulary, sizes.heads, **more))
+
+
+def make_trainer(
+    model: LlamaForCausalLM, sizes: Any, folder: str, helix: HelixConfig | None, loss: Any = None, **arguments: Any
+) -> Trainer:
+    """Returns a trainer with data, which trains `sizes.steps` steps after one that does not count.
+
+    Args:
+        model: to train.
+        sizes: with vocabulary, sequence, and the batch and accumulation of a step.
+        folder: for what it writes.
+        helix: None for the stock Trainer.
+        loss: as `compute_loss_func`.
+        arguments: of `TrainingArguments`.
+    """
+    usual = {"optim": "adamw_torch_fused", "learning_rate": 1e-4, "save_strategy": "no", "logging_strategy": "no"}
+    batch = {"per_device_train_batch_size": sizes.batch, "gradient_accumulation_steps": sizes.accumulation}
+    quiet: dict[str, Any] = {"report_to": "none", "disable_tqdm": True}
+    args = TrainingArguments(folder, max_steps=sizes.steps + 1, **usual, **batch, **quiet, **arguments)
+    data = RandomTokens(sizes.batch * sizes.accumulation * args.max_steps, sizes.sequence, sizes.vocabulary)
+    given: dict[str, Any] = {"model": model, "args": args, "train_dataset": data, "compute_loss_func": loss}
+    trainer = Trainer(**given) if helix is None else HelixTrainer(**given, helix_config=helix)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def compare_with_stock(options: argparse.Namespace) -> tuple[str, Any]:
+    return compare({STOCK: (None, None), HELIX: (HelixConfig(tp_size=1), None)}, options)
+
+
+def compare_losses(options: argparse.Namespace) -> tuple[str, Any]:
+    def next_token(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        return ForCausalLMLoss(outputs.logits, labels, outputs.logits.shape[-1], num_items_in_batch)
+
+    helix = HelixConfig(tp_size=options.tp_size, plan="greedy")
+    return compare({"built-in loss": (helix, None), "loss of one's own": (helix, next_token)}, options)
+
+
+def compare(kinds: Mapping[str, tuple[HelixConfig | None, Any]], options: argparse.Namespace) -> tuple[str, Any]:
+    """Trains two kinds of trainers in turn.
+
+    Args:
+        kinds: the options and the loss of each, by name; ratios are over the first.
+        options: of the command.
+    """
+    model, rounds = make_model(options), []
+    with tempfile.TemporaryDirectory() as folder:
+        trainers = {
+            name: make_trainer(copy.deepcopy(model), options, folder, helix, loss, use_cpu=True)
+            for name, (helix, loss) in kinds.items()
+        }
+        timers = {name: StepTimer() for name in kinds}
+        for name, timer in timers.items():
+            trainers[name].add_callback(timer)
+        for number in range(options.warmup_rounds + options.rounds):
+            order = list(kinds) if number % 2 == 0 else list(reversed(kinds))
+            losses = {name: trainers[name].train().training_loss for name in order}
+            rounds.append({name: (timers[name].seconds, losses[name]) for name in kinds})
+    first, second = kinds
+    counted = rounds[options.warmup_rounds :]
+    seconds = {name: statistics.median(each[name][0] for each in counted) for name in kinds}
+    ratios = [each[second][0] / each[first][0] for each in counted]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    apart = max(abs(each[first][1] - each[second][1]) for each in rounds)
+    lines = [
+        f"Llama: hidden {options.hidden}, {options.layers} layers, vocabulary {options.vocabulary}, sequence "
+        f"{options.sequence}; tp_size {options.tp_size}, {options.accumulation} micro-batches of {options.batch}; "
+        f"{options.rounds} rounds of {options.steps} steps each, in turn",
+        columns(("trainer", "median step ms"), [(name, f"{1e3 * each:.1f}") for name, each in seconds.items()]),
+        f"ratio over rounds: median {middle:.3f}, quartiles {low:.3f} to {high:.3f}, from {min(ratios):.3f} to "
+        f"{max(ratios):.3f}; target: at most {TARGETS[options.study]:.2f}",
+        f"largest difference between the mean losses of a round: {apart:.1e}",
+    ]
+    return "\n".join(lines), {"seconds": seconds, "ratios": ratios, "largest_loss_difference": apart, "rounds": rounds}
+
+
+# -- memory of DPO -------------------------------------------------------------------------------------------------
+
+
+def stock_dpo() -> Any:
+    import trl
+
+    return trl.DPOTrainer
+
+
+def compare_memory(options: argparse.Namespace) -> tuple[str, Any]:
+    kind = type("Made", (HelixTrainerMixin, stock_dpo()), {})
+    stock, mine = int(os.environ[STOCK_PEAK]), peak_of_step(kind, options)
+    peaks = {"trl.DPOTrainer": stock, "with hf_helix": mine}
+    lines = [
+        f"DPO, vocabulary {options.vocabulary}, hidden {options.hidden}, {options.layers} layers, "
+        f"{options.batch} pairs of {options.sequence} tokens, tp_size {options.tp_size}",
+        columns(("trainer", "peak MB on rank 0"), [(name, f"{peak / 1e6:.1f}") for name, peak in peaks.items()]),
+        f"ratio: {mine / stock:.3f}; target: at most {TARGETS['memory']:.2f}",
+    ]
+    return "\n".join(lines), peaks
+
+
+def peak_of_step(kind: Any, options: argparse.Namespace) -> int:
+    """Returns the peak of the second step; the first makes the gradients."""
+    import trl
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from hf_helix.measure.memory import LiveBytes
+    from hf_helix.runtime.divided import plain_parameters
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2, "b": 3, "c": 4}, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    config = llama(options.hidden, options.layers, options.vocabulary, options.heads, pad_token_id=0)
+    half = options.sequence // 2
+    texts = [{"prompt": "a " * half, "chosen": "b " * half, "rejected": "c " * half}] * 2 * options.batch
+    usual = {"gradient_checkpointing": False, "bf16": False, "use_cpu": True, "report_to": [], "disable_tqdm": True}
+    batch = {"per_device_train_batch_size": options.batch, "max_length": options.sequence}
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        given: dict[str, Any] = {
+            "model": LlamaForCausalLM(config),
+            "ref_model": LlamaForCausalLM(config),
+            "args": trl.DPOConfig(folder, max_steps=1, save_strategy="no", **batch, **usual),
+            "train_dataset": Dataset.from_list(texts),
+            "processing_class": tokenizer,
+        }
+        if issubclass(kind, HelixTrainerMixin):
+            given["helix_config"] = HelixConfig(tp_size=options.tp_size, plan="greedy")
+        trainer = kind(**given)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        rows = next(iter(trainer.get_train_dataloader()))
+        trainer.model.zero_grad(set_to_none=False)
+        with plain_parameters():
+            tally = LiveBytes([each.data for each in trainer.model.parameters()])
+        with tally:
+            trainer.training_step(trainer.model, rows)
+    return tally.peak
+
+
+STUDIES: Mapping[str, Callable[[argparse.Namespace], tuple[str, Any]]] = {
+    "stock": compare_with_stock,
+    "loss": compare_losses,
+    "memory": compare_memory,
+}
+
+if __name__ == "__main__":
+    main()
