@@ -183,7 +183,6 @@ class TransportWrapper(Transport):
     def shift_back(self, out: Tensor, value: Tensor) -> None:
         self.move("shift_back", self.inner.shift_back, out, value)
 
-    @final
     def prefers_exchange(self, value: Tensor) -> bool:
         return self.inner.prefers_exchange(value)
 
