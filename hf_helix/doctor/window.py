@@ -34,7 +34,7 @@ from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.predict import Prediction, predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.instructions import Instruction
-from hf_helix.planning.window.layout import Layout, named_operators
+from hf_helix.planning.window.layout import Layout, named_operators, sub_layout
 from hf_helix.planning.window.window import COMPUTE, STREAMS
 from hf_helix.runtime.trace import Interval, common, merge
 
@@ -320,14 +320,6 @@ def rank_layout(layout: Layout, rank: int) -> Layout:
     ends = layout.units[0].removesuffix(FIRST), layout.units[-1]
     alike = {f"{end}{suffix}": end + FIRST for end in ends for suffix in ("", NEXT)}
     return replace(made, units=[alike.get(name, name) for name in made.units])
-
-
-def sub_layout(layout: Layout, stages: Sequence[Sequence[int]], ranks: Sequence[int]) -> Layout:
-    """Returns the layout of some units, without gradient reductions and gathers of weights."""
-    units = [unit for stage in stages for unit in stage]
-    numbers = {unit: number for number, unit in enumerate(units)}
-    chunks = {stage: [numbers[unit] for unit in chunk] for stage, chunk in enumerate(stages)}
-    return Layout([layout.units[unit] for unit in units], chunks, layout.graphs, (), ranks)
 
 
 # -- schedules ---------------------------------------------------------------------------------------------------------
