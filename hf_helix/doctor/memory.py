@@ -30,6 +30,9 @@ from hf_helix.planning.window.instructions import Instruction, entry_of
 from hf_helix.planning.window.layout import Key, Layout
 from hf_helix.planning.window.passes import BUCKET_BYTES, MAX_COPIES
 
+Drawing = tuple[Sequence[Instruction], Timeline]
+"""The programs of all ranks, and their timeline."""
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -167,29 +170,25 @@ def memory_of_program(
 
 
 def memory_of_window(
-    amounts: Amounts, layout: Layout, programs: Sequence[Instruction], timeline: Timeline | None = None
+    amounts: Amounts, layout: Layout, drawn: Drawing, host_runs_ahead: bool
 ) -> Iterator[tuple[Sequence[int], Iterator[Peak]]]:
-    """Yields, for each rank, the places of its instructions in the programs, and `memory_of_program`; with a timeline
-    on CPUs, where collectives hold their buffers until their end, and without on GPUs, where they do until computation
-    waits for them."""
+    """Yields, for each rank, the places of its instructions in the programs, and `memory_of_program`; where the host
+    runs ahead (`host_runs_ahead`, on GPUs) collectives hold their buffers until computation waits for them, else until
+    their end."""
+    programs, timeline = drawn
     places: list[list[int]] = [[] for _ in range(layout.num_ranks)]
     for place, made in enumerate(programs):
         places[layout.rank_of(made.unit)].append(place)
     for mine in places:
         program = [programs[place] for place in mine]
-        if timeline is None:
-            held = held_until_waited(program)
-        else:
-            starts, ends = ([times[place] for place in mine] for times in (timeline.starts, timeline.ends))
-            held = held_until_over(program, starts, ends)
+        starts, ends = ([times[place] for place in mine] for times in (timeline.starts, timeline.ends))
+        held = held_until_waited(program) if host_runs_ahead else held_until_over(program, starts, ends)
         yield mine, memory_of_program(amounts, layout, program, held)
 
 
-def peaks_of_window(
-    amounts: Amounts, layout: Layout, programs: Sequence[Instruction], timeline: Timeline | None = None
-) -> list[Peak]:
+def peaks_of_window(amounts: Amounts, layout: Layout, drawn: Drawing, host_runs_ahead: bool) -> list[Peak]:
     """Returns the peak memory of each rank, see `memory_of_window`."""
-    by_rank = (memory for _, memory in memory_of_window(amounts, layout, programs, timeline))
+    by_rank = (memory for _, memory in memory_of_window(amounts, layout, drawn, host_runs_ahead))
     return [max(memory, key=lambda peak: peak.total, default=Peak()) for memory in by_rank]
 
 

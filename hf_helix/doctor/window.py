@@ -19,6 +19,7 @@ from hf_helix.config import AUTO
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.case import Case
 from hf_helix.doctor.estimate import LEAST
+from hf_helix.doctor.memory import Drawing
 from hf_helix.doctor.reductions import with_reductions
 from hf_helix.operators.vocab_pipeline import FIRST, NEXT
 from hf_helix.planning.graph.operator import Kind
@@ -33,7 +34,6 @@ from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.predict import Prediction, predict
 from hf_helix.planning.timing.profile import Profile
-from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Layout, named_operators, sub_layout
 from hf_helix.planning.window.window import COMPUTE, STREAMS
 from hf_helix.runtime.trace import Interval, common, merge
@@ -45,7 +45,6 @@ SHORT = 2, 3  # micro-batches, for each pipeline rank, of the two windows whose 
 CHOSEN = 3  # micro-batches, for each pipeline rank, of the window that compares the schedules of "auto"
 REMEMBERED = 4  # micro-batches, for each pipeline rank, of a window long enough for the peak memory
 OPERATORS = 60_000  # most operators of a window simulated one by one, and drawn
-Drawing = tuple[Sequence[Instruction], Timeline]
 
 
 class Fidelity(Enum):

@@ -34,6 +34,7 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.profile import OperatorMemory
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES, HOST
 from hf_helix.planning.window.layout import Layout, Name, named_operators
+from hf_helix.report.flops import TokenFlops
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.gradients.buckets import by_completion
@@ -61,21 +62,14 @@ class SimulatedTransport(TransportWrapper):
         return not self._sums_in_place or value.element_size() < 4
 
 
-@dataclass(frozen=True)
-class SimulatedMesh:
-    """A simulated mesh, and the log of its transfers."""
-
-    mesh: Mesh
-    log: list[Transfer]
-
-
 def simulated_mesh(
     sizes: Mapping[str, int],
     inter_node_axes: Collection[str] = (),
     sums_in_place: bool = True,
     spread: Mapping[str, int] | None = None,
     streams_weights: bool = False,
-) -> SimulatedMesh:
+    log: list[Transfer] | None = None,
+) -> Mesh:
     """Returns the mesh of the first rank of a layout, with the full model on one pipeline rank.
 
     Args:
@@ -84,9 +78,10 @@ def simulated_mesh(
         sums_in_place: see `SimulatedTransport`.
         spread: number of ranks by axis over which weights are sharded; None for full weights.
         streams_weights: whether weights lie on the host.
+        log: takes the transfers.
     """
     tp, cp, ep = (sizes.get(name, 1) for name in ("tp", "cp", "ep"))
-    log: list[Transfer] = []
+    log = [] if log is None else log
 
     def axis(name: str, size: int, *kinds: str) -> Axis:
         crosses = any(kind in inter_node_axes for kind in kinds)
@@ -105,7 +100,7 @@ def simulated_mesh(
     over_tp = axis("tp", tp, "tp")
     experts = over_tp if ep == 1 else axis("experts", ep * tp, "ep", *["tp"] * (tp > 1))
     all_sizes = {"dp": ep, "pp": 1, "cp": cp, "tp": tp, "ep": ep}
-    mesh = Mesh(
+    return Mesh(
         all_sizes,
         META,
         None,
@@ -118,7 +113,6 @@ def simulated_mesh(
         host_link=HostLink(PARAMETERS if streams_weights else None, copy),
         vocabulary=axis("vocabulary", sizes.get("vocabulary", tp)),
     )
-    return SimulatedMesh(mesh, log)
 
 
 Adders = tuple[tuple[int, str], ...]  # operators of backward that add to a gradient, as (unit, name)
@@ -199,8 +193,7 @@ class Model:
     tower_cost: float  # the work of a tower relative to a layer, if all tokens are of images
     first_least: int  # the fewest layers of the first pipeline stage
     tied: bool  # whether embedding and head share weights, and so need the same rank of a pipeline
-    flops_per_token: float
-    attention_flops: float  # floating-point operations of attention per pair of tokens
+    flops: TokenFlops
 
     @property
     def layers(self) -> int:
@@ -343,7 +336,7 @@ def count_amounts(
             copies[name[0]] += max(0, first.counted[label].delta - second.counted[label].delta)
     units = list(rank_units.all_units.values())
     if not spread:  # the buffers of `shard_optimizer`, made as in training, do not depend on the number of replicas
-        several = simulated_mesh({}, spread={COPIES: 2, EXPERT_COPIES: 2}).mesh
+        several = simulated_mesh({}, spread={COPIES: 2, EXPERT_COPIES: 2})
         units = apply_zero1(units, several.shard_axes, runner.precision.autocast_dtype)
     readers = readers_of((unit.name, unit) for unit in units)
     flats = {flat for unit in units for flat in unit.flat_parameters.values()}
