@@ -56,8 +56,13 @@ def record(streams: Streams, issue: Work, issuing: float = 0.0) -> list[Span]:
 
 
 def issue_together(streams: Streams, works: Iterable[tuple[Kind, Work, str]], lane: str = "") -> None:
-    """Runs works at the same time, each with its label on the stream of its kind; computation is issued last, since it
-    would hold communication up. `lane` is of the streams."""
+    """Runs works at the same time; computation is issued last, since it would hold communication up.
+
+    Args:
+        streams: the streams of the rank.
+        works: works, each with its kind, which names the stream, and its label.
+        lane: the lane of the streams.
+    """
     works = list(works)
     events = [streams.issue(kind, work, (), label, lane) for kind, work, label in works if kind.communicates]
     for _, work, label in (each for each in works if not each[0].communicates):
