@@ -232,7 +232,7 @@ def compare(
             steps.append(simulate_plan(amounts, way, cluster, profile, planned.plan))
         drawn = steps[0].drawn
         assert drawn is not None
-        memory = max(peak.total for peak in peaks_of_window(amounts, runner.layout, *drawn))
+        memory = max(peak.total for peak in peaks_of_window(amounts, runner.layout, drawn, host_runs_ahead=False))
         predicted = statistics.fmean(step.window + step.sums for step in steps)
         every, median = times[speed, plan], statistics.median(times[speed, plan])
         rows.append(

@@ -196,12 +196,10 @@ class DoctorCommand(OnCluster):
         work = f"simulating layouts{f', offload {offload}' if offload else ''}"
         with progress_bar() as progress:
             return Search(
-                simulated.amounts,
+                simulated,
                 cluster,
                 tokens,
                 self.case_of(Sizes(), offload=offload, image_share=share),
-                layers=simulated.layers,
-                experts=simulated.experts,
                 progress=lambda done: progress(work, done),
                 workers=usable_cores(),
                 leading=leading,

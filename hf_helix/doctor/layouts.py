@@ -1,6 +1,6 @@
 """The search of layouts: every layout that can be built and fits, ranked by predicted tokens per second.
 
-In:   the amounts of a model, a cluster, the tokens of a step, and the length of a sequence.
+In:   a simulated model, a cluster, the tokens of a step, and the length of a sequence.
 Out:  a `Ranking`: steps, the fastest first, and the reason for each dropped layout.
 Must hold: all steps are predictions of the same clock, leading steps at higher fidelity; a layout that cannot be cut or
 exceeds the memory of a device is never proposed; plain data parallelism is among the candidates, under the same rules.
@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from hf_helix.config import AUTO, OFFLOAD, RECOMPUTE, REDUCE_GRADIENTS
-from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.case import Case
 from hf_helix.doctor.estimate import estimate_profile
 from hf_helix.doctor.memory import needs_text
 from hf_helix.doctor.processes import in_processes
 from hf_helix.doctor.rivals import RIVALS, RivalStep, rival_cases, simulate_rival
+from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.doctor.step import (
     Step,
     even_counts,
@@ -50,7 +50,6 @@ ONE_STRAND = "sequential"
 CLOSE = 0.05  # of a step: predictions nearer to each other are too close to tell which is faster
 
 SEARCHING = 0.8  # progress after the search at `Fidelity.QUICK`
-AmountsOf = Callable[[Case], Amounts]
 
 
 @dataclass(frozen=True)
@@ -106,14 +105,12 @@ class _Found:
 class Search:
     """The search of layouts for one model, cluster and number of tokens."""
 
-    amounts: AmountsOf  # counts a case; raises ValueError if the model cannot be cut to its sizes
+    model: SimulatedModel
     cluster: Cluster
     batch_tokens: int  # requested tokens of a step; each layout takes the nearest possible number, within `OFF`
     # the options of all cases, without any that saves memory; sizes and micro-batches are searched. The plan is of two
     # strands; one strand is tried if two hide nothing or lack memory
     usual: Case
-    layers: int
-    experts: int = 1  # experts of a layer; 1 for a dense model
     progress: Callable[[float], object] | None = None
     workers: int = 1  # number of processes; 1 for no further process
     leading: int = 0  # number of leading steps predicted at higher fidelity, besides plain data parallelism
@@ -124,7 +121,7 @@ class Search:
         """Returns the layouts by speed; none if nothing fits. Raises ValueError if the cluster has no rate for the type
         of matrix products, or the schedule is unknown."""
         check_schedule(self.usual.schedule)
-        candidates = list(layouts(self.cluster, self.experts > 1))
+        candidates = list(layouts(self.cluster, self.model.experts > 1))
         cuts: dict[tuple[int, ...], list[Sizes]] = {}
         for sizes in candidates:  # amounts are counted once for each of these cuts
             cuts.setdefault((sizes.tp, sizes.cp, sizes.ep), []).append(sizes)
@@ -172,7 +169,7 @@ class Search:
         while True:
             found = self._with_unsharded_optimizer(found)
             case = found.case
-            step = simulate_step(self.amounts(case), case, self.cluster, Fidelity.WHOLE)
+            step = simulate_step(self.model.amounts(case), case, self.cluster, Fidelity.WHOLE)
             needed, seemed = step.memory.total, self._memory(case)
             if needed <= budget:
                 return self._with_cut_layers(step)
@@ -250,7 +247,7 @@ class Search:
         for batch in BATCHES:
             case = replace(self.usual, sizes=sizes, batch=batch, plan=plan, shard_parameters=shard_parameters)
             try:
-                check_sizes(sizes, case.length, self.layers, self.experts, case.schedule)
+                check_sizes(sizes, case.length, self.model.layers, self.model.experts, case.schedule)
                 case = replace(case, microbatches=self._microbatches(sizes, batch))
             except ValueError as error:  # larger micro-batches come near less often
                 last = last or Dropped(case, str(error))
@@ -262,7 +259,7 @@ class Search:
                 cases = self._with_slices(self._fitting(case, best.case if best is not None else None))
             except ValueError as error:  # larger micro-batches need more memory
                 return _Found(best or Dropped(case, str(error)), True)
-            steps = [simulate_step(self.amounts(each), each, self.cluster, Fidelity.QUICK) for each in cases]
+            steps = [simulate_step(self.model.amounts(each), each, self.cluster, Fidelity.QUICK) for each in cases]
             step = max(steps, key=lambda each: each.tokens_per_second)
             if best is not None and step.tokens_per_second <= best.tokens_per_second:
                 break
@@ -277,16 +274,16 @@ class Search:
         case = replace(step.case, shard_optimizer=False)
         if case == step.case or self._memory(case) > self.cluster.device.memory:
             return step
-        whole = simulate_step(self.amounts(case), case, self.cluster, Fidelity.QUICK)
+        whole = simulate_step(self.model.amounts(case), case, self.cluster, Fidelity.QUICK)
         return whole if whole.seconds < step.seconds else step
 
     def _with_cut_layers(self, step: Step) -> Step:
         """Returns the step of a pipeline with layers cut between stages, if it fits and is faster; else the step."""
         if step.case.sizes.pp == 1:
             return step
-        usual = usual_counts(self.amounts(step.case), step.case)
+        usual = usual_counts(self.model.amounts(step.case), step.case)
         case = replace(step.case, layers_per_stage=usual)
-        amounts = self.amounts(case)
+        amounts = self.model.amounts(case)
         counts = even_counts(amounts, case, self.cluster)
         if counts == usual:
             return step
@@ -300,7 +297,7 @@ class Search:
         for case in cases:
             if case.sizes.pp == 1 or case.schedule != AUTO:
                 continue
-            amounts, loads = self.amounts(case), [0.0] * case.sizes.pp
+            amounts, loads = self.model.amounts(case), [0.0] * case.sizes.pp
             for rank, count in zip(case.stage_ranks, usual_counts(amounts, case), strict=True):
                 loads[rank] += count
             loads[case.stage_ranks[0]] += case.image_share * amounts.model.tower_cost
@@ -313,7 +310,7 @@ class Search:
 
     def _gather_seconds(self, case: Case) -> float:
         """Returns the largest seconds of weight gathers of a rank in a window."""
-        amounts = self.amounts(replace(case, batch=BATCHES[0]))
+        amounts = self.model.amounts(replace(case, batch=BATCHES[0]))
         layout = layout_of(amounts, case)
         profile, ahead = estimate_profile(amounts, layout, case, self.cluster), dict.fromkeys(layout.units, 0.0)
         for name, op in named_operators(layout):
@@ -335,7 +332,7 @@ class Search:
             case = replace(case, expert_capacity_factor=None, offload=None)
             try:
                 made = [
-                    simulate_rival(name, self.amounts(way), way, self.cluster, *options)
+                    simulate_rival(name, self.model.amounts(way), way, self.cluster, *options)
                     for way, *options in rival_cases(name, case, self.cluster, modes)
                 ]
             except ValueError:
@@ -382,7 +379,7 @@ class Search:
         """Returns the schedules to look at, the fastest first; named schedules may need less memory than "auto"."""
         if case.schedule != AUTO or case.sizes.pp == 1:
             return (case.schedule,)
-        return (AUTO, *(FOLDED if self.amounts(case).model.tied else NAMED_SCHEDULES))
+        return (AUTO, *(FOLDED if self.model.amounts(case).model.tied else NAMED_SCHEDULES))
 
     def _first_fitting(self, ways: Sequence[Case], is_smallest: bool) -> Case | None:
         """Returns the first case that fits; None if none does."""
@@ -401,7 +398,7 @@ class Search:
         named = possible_names(case.schedule, case.sizes.pp, case.spread_vocabulary)
         if len(named) > 1:
             return max(self._memory(replace(case, schedule=each)) for each in named)
-        amounts, whole = self.amounts(case), replace(case, shard_optimizer=False)
+        amounts, whole = self.model.amounts(case), replace(case, shard_optimizer=False)
         layout = layout_of(amounts, case)
         if whole not in self._peaks:
             self._peaks[whole] = peaks_of_case(amounts, case, layout)

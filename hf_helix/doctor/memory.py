@@ -13,13 +13,13 @@ the buffers at the end of the collective. A value sent to another stage is freed
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from hf_helix.doctor.amounts.amounts import Adders, Amounts, Gradient, Weights
-from hf_helix.doctor.amounts.lifetimes import outputs_of
+from hf_helix.doctor.amounts.lifetimes import Storage, outputs_of
 from hf_helix.doctor.case import ELEMENT, GRADIENT, PARAMETER, Case
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.schedule.actions import Schedule, Slot
@@ -27,8 +27,11 @@ from hf_helix.planning.schedule.memory import Passes, Peak
 from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES
 from hf_helix.planning.window.instructions import Instruction, entry_of
-from hf_helix.planning.window.layout import Key, Layout, Name
+from hf_helix.planning.window.layout import Key, Layout
 from hf_helix.planning.window.passes import BUCKET_BYTES, MAX_COPIES
+
+Drawing = tuple[Sequence[Instruction], Timeline]
+"""The programs of all ranks, and their timeline."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,14 @@ def _unsharded_bytes(amounts: Amounts, names: Sequence[str], case: Case) -> floa
 
 # -- of a program ------------------------------------------------------------------------------------------------------
 
+ACTIVATIONS, WEIGHTS, GRADIENTS = range(3)  # sorts of memory, in the order of `Peak`
+
+Span = tuple[int, int, int, int]
+"""Allocated memory: its begin, its end, its sort, its bytes. Times of a program are counted in half steps: 2 p is the
+time of the instruction at place p, 2 p + 1 the time between the instruction and the next."""
+
+NEVER = sys.maxsize  # the end of memory that outlives a program
+
 
 def memory_of_program(
     amounts: Amounts, layout: Layout, program: Sequence[Instruction], held: Held | None = None
@@ -142,178 +153,127 @@ def memory_of_program(
 
     Gradients are part of it with sharded weights only: other gradients also live between windows.
     """
-    alive = _LiveMemory(amounts, layout)
-    held = held or {}
-    landing: dict[int, list[_Block]] = {}
-    for place, instruction in enumerate(program):
-        for block in landing.pop(place, ()):
-            alive.let_go(block)
-        alive.begin()
-        until = held.get(place, 0)
-        if instruction.operator and (blocks := alive.run(instruction, holds=until > place + 1)):
-            landing.setdefault(until, []).extend(blocks)
-        yield alive.peak
+    changes = [[0, 0, 0] for _ in range(2 * len(program))]
+    for spans in (
+        _spans_of_values(amounts, layout, program, held or {}),
+        _spans_of_gradients(amounts, layout, program),
+    ):
+        for begin, end, sort, count in spans:
+            changes[begin][sort] += count
+            if end < len(changes):
+                changes[end][sort] -= count
+    activations = weights = gradients = 0
+    for time, change in enumerate(changes):
+        activations, weights, gradients = activations + change[0], weights + change[1], gradients + change[2]
+        if time % 2 == 0:
+            yield Peak(activations, weights, gradients)
 
 
 def memory_of_window(
-    amounts: Amounts, layout: Layout, programs: Sequence[Instruction], timeline: Timeline | None = None
+    amounts: Amounts, layout: Layout, drawn: Drawing, host_runs_ahead: bool
 ) -> Iterator[tuple[Sequence[int], Iterator[Peak]]]:
-    """Yields, for each rank, the places of its instructions in the programs, and `memory_of_program`; with a timeline
-    on CPUs, where collectives hold their buffers until their end, and without on GPUs, where they do until computation
-    waits for them."""
+    """Yields, for each rank, the places of its instructions in the programs, and `memory_of_program`; where the host
+    runs ahead (`host_runs_ahead`, on GPUs) collectives hold their buffers until computation waits for them, else until
+    their end."""
+    programs, timeline = drawn
     places: list[list[int]] = [[] for _ in range(layout.num_ranks)]
     for place, made in enumerate(programs):
         places[layout.rank_of(made.unit)].append(place)
     for mine in places:
         program = [programs[place] for place in mine]
-        yield mine, memory_of_program(amounts, layout, program, held_in(program, mine, timeline))
+        starts, ends = ([times[place] for place in mine] for times in (timeline.starts, timeline.ends))
+        held = held_until_waited(program) if host_runs_ahead else held_until_over(program, starts, ends)
+        yield mine, memory_of_program(amounts, layout, program, held)
 
 
-def peaks_of_window(
-    amounts: Amounts, layout: Layout, programs: Sequence[Instruction], timeline: Timeline | None = None
-) -> list[Peak]:
+def peaks_of_window(amounts: Amounts, layout: Layout, drawn: Drawing, host_runs_ahead: bool) -> list[Peak]:
     """Returns the peak memory of each rank, see `memory_of_window`."""
-    by_rank = (memory for _, memory in memory_of_window(amounts, layout, programs, timeline))
+    by_rank = (memory for _, memory in memory_of_window(amounts, layout, drawn, host_runs_ahead))
     return [max(memory, key=lambda peak: peak.total, default=Peak()) for memory in by_rank]
 
 
-def held_in(program: Sequence[Instruction], places: Sequence[int], timeline: Timeline | None) -> Held:
-    """Returns the releases of a rank's program, which stands at these places of a timeline; without a timeline, on a
-    GPU."""
-    if timeline is None:
-        return held_until_waited(program)
-    starts, ends = ([times[place] for place in places] for times in (timeline.starts, timeline.ends))
-    return held_until_over(program, starts, ends)
-
-
-ACTIVATIONS, WEIGHTS, GRADIENTS = range(3)  # sorts of memory, in the order of `Peak`
-
-
-@dataclass(eq=False, slots=True)
-class _Block:
-    """A live allocation of a sort (`ACTIVATIONS` or `WEIGHTS`), freed without holders."""
-
-    bytes: int
-    sort: int
-    holders: int = 0
-
-
-class _LiveMemory:
-    """Live memory of a rank during a program, and its peak since `begin`."""
-
-    def __init__(self, amounts: Amounts, layout: Layout) -> None:
-        self.peak = Peak()
-        self._amounts, self._layout = amounts, layout
-        self._now = [0, 0, 0]
-        self._values: dict[tuple[int, Key], list[_Block]] = {}  # by micro-batch; freed with the value
-        self._kept: dict[tuple[int, Key], list[_Block]] = {}  # by micro-batch; freed after an entry of a unit
-        self._sent: list[_Block] = []
-        self._adding: dict[tuple[int, str], list[tuple[object, Gradient]]] = {}
-        self._reduces: list[list[object]] = [[] for _ in layout.reductions]  # the gradients of each reduction
-        adding = [set(each.adders) for each in layout.reductions]
-        for rank in range(layout.num_ranks):
-            for made, adders in _sharded_gradients(amounts, layout, rank):
-                for adder in adders:
-                    self._adding.setdefault(adder, []).append(((adders, id(made)), made))
-                for number in (number for number, of_all in enumerate(adding) if of_all.issuperset(adders)):
-                    self._reduces[number].append((adders, id(made)))
-        self._begun: dict[object, int] = {}  # bytes of live gradients
-        self._reduced: deque[int] = deque()  # bytes of the buckets in flight
-
-    def begin(self) -> None:
-        """Begins a peak anew, with what is live."""
-        self.peak = Peak(*self._now)
-
-    def run(self, instruction: Instruction, holds: bool = False) -> list[_Block]:
-        """Counts the allocations of an instruction, and the releases after it. Returns the blocks held by the
-        instruction, if it holds its inputs and its workspace beyond its issue."""
-        held: list[_Block] = []
+def _spans_of_values(amounts: Amounts, layout: Layout, program: Sequence[Instruction], held: Held) -> Iterator[Span]:
+    """Yields the spans of what operators leave, and of their workspaces; from the end of a program on, where the ends
+    of values are known."""
+    ends: dict[tuple[int, object], int] = {}  # of values and entries by micro-batch, and of micro-batches
+    known: dict[tuple[int, str], list[tuple[Storage, list[object]]]] = {}  # memory left, by operator, with its holders
+    transfer = NEVER  # the next transfer, at which a sent value is freed
+    for place in range(len(program) - 1, -1, -1):
+        instruction, now, after = program[place], 2 * place, 2 * place + 1
         op, microbatch, unit = instruction.operator, instruction.microbatch, instruction.unit
-        assert op is not None
-        if instruction.is_per_step:  # copied into one bucket, while few are in flight
-            if self._amounts.spread and not op.kind.copies:
-                while len(self._reduced) > MAX_COPIES:
-                    self._now[GRADIENTS] -= self._reduced.popleft()
-                mine = self._reduces[instruction.reduction]
-                self._reduced.append(sum(self._begun.pop(key, 0) for key in mine))
-                self._see(self._reduced[-1], GRADIENTS)
-            return held
-        if op.kind is Kind.PIPELINE:
-            while self._sent:
-                self._release(self._sent.pop())
-            if op.receives:
-                self._keep(instruction, self._amounts.handed_on, [name for _, name in instruction.writes])
-                self._see(0, ACTIVATIONS)
-        else:
-            name = entry_of(instruction, self._layout)
-            adding = self._adding.get((unit, op.name), ()) if op.part in (Part.B, Part.W) else ()
-            for key, made in adding:  # gradients begin with their first addition
-                if key not in self._begun:
-                    self._begun[key] = GRADIENT * made.elements
-                    self._now[GRADIENTS] += self._begun[key]
-            self._see(self._amounts.operators[name].peak, WEIGHTS if op.ahead else ACTIVATIONS)
-            for storage in self._amounts.lifetimes.left.get(name, ()):
-                sort = WEIGHTS if storage.is_weight else ACTIVATIONS
-                self._keep(instruction, storage.bytes, storage.values, storage.last, sort)
-            held = self._held(instruction, name, WEIGHTS if op.ahead else ACTIVATIONS) if holds else held
-            for block in self._kept.pop((microbatch, (unit, name[1])), ()):
-                self.let_go(block)
+        if op is None or instruction.is_per_step:
+            continue
         for key in instruction.frees:
-            for block in self._values.pop((microbatch, key), ()):
-                self.let_go(block, sends=op.sends)
+            ends[microbatch, key] = transfer if op.sends else after
         if instruction.ends:
-            for block in self._kept.pop((microbatch, (-1, "")), ()):
-                self.let_go(block)
-        return held
+            ends[microbatch, None] = after
+        name, sort = entry_of(instruction, layout), WEIGHTS if op.ahead else ACTIVATIONS
+        if (unit, name[1]) not in known:
+            received = Storage(amounts.handed_on, tuple(value for _, value in instruction.writes), "", False)
+            made = [received] if op.receives else amounts.lifetimes.left.get(name, ())
+            known[unit, name[1]] = [(storage, _holders(amounts, layout, unit, storage)) for storage in made]
+        left = known[unit, name[1]]
+        if op.kind is Kind.PIPELINE:
+            transfer, work = now, sum(storage.bytes for storage, _ in left)
+        else:
+            ends[microbatch, (unit, name)] = after
+            work, until = amounts.operators[name].peak, held.get(place, 0)
+            if until > place + 1:  # holds its inputs and its workspace beyond its issue
+                for read in ((microbatch, key) for key in instruction.reads):
+                    ends[read] = max(ends.get(read, NEVER), 2 * until)
+                yield after, 2 * until, sort, max(0, work - sum(storage.bytes for storage, _ in left))
+        yield now, after, sort, work
+        for storage, holders in left:
+            end = max([ends.get((microbatch, holder), NEVER) for holder in holders])
+            yield after, end, WEIGHTS if storage.is_weight else ACTIVATIONS, storage.bytes
 
-    def _held(self, instruction: Instruction, name: Name, sort: int) -> list[_Block]:
-        """Returns the blocks held by a collective in flight: its inputs, and its workspace, now counted as live."""
-        left = sum(storage.bytes for storage in self._amounts.lifetimes.left.get(name, ()))
-        works = _Block(max(0, self._amounts.operators[name].peak - left), sort)
-        self._now[works.sort] += works.bytes
-        reads = (self._values.get((instruction.microbatch, key), ()) for key in instruction.reads)
-        blocks = [works, *dict.fromkeys(block for blocks in reads for block in blocks)]
-        for block in blocks:
-            block.holders += 1
-        return blocks
 
-    def _see(self, above: int, sort: int) -> None:
-        """Raises the peak if the live bytes plus `above` temporary bytes of a sort exceed it."""
-        if sum(self._now) + above > self.peak.total:
-            then = list(self._now)
-            then[sort] += above
-            self.peak = Peak(*then)
+def _holders(amounts: Amounts, layout: Layout, unit: int, storage: Storage) -> list[object]:
+    """Returns the values of a unit that hold memory, and the operators, as (unit, name), after which it is freed; None
+    for memory without either, freed with its micro-batch."""
+    holders: list[object] = [(unit, value) for value in storage.values]
+    holders += [(unit, (layout.units[unit], storage.last))] if storage.last else []
+    for forward, position in outputs_of(layout, unit, storage.values):
+        following = layout.neighbours(unit, forward)[1]
+        if following is not None:
+            name = layout.units[following]
+            entry = amounts.lifetimes.entering.get((name, forward, position))
+            holders += [(following, (name, entry))] if entry else []
+    return holders or [None]
 
-    def _keep(
-        self, instruction: Instruction, count: int, values: Sequence[str], last: str = "", sort: int = ACTIVATIONS
-    ) -> None:
-        """Adds a block of `count` bytes, held by its values, or by the entries after which it is freed."""
-        microbatch, unit, layout = instruction.microbatch, instruction.unit, self._layout
-        block = _Block(count, sort)
-        entries = [(unit, last)] if last else []
-        for forward, position in outputs_of(layout, unit, values):
-            following = layout.neighbours(unit, forward)[1]
-            if following is not None:
-                entry = self._amounts.lifetimes.entering.get((layout.units[following], forward, position))
-                entries += [(following, entry)] if entry else []
-        holders = [(self._values, (unit, value)) for value in values]
-        holders += [(self._kept, key) for key in entries or ([] if values else [(-1, "")])]
-        for held, key in holders:
-            held.setdefault((microbatch, key), []).append(block)
-        block.holders = len(holders)
-        self._now[sort] += count
 
-    def let_go(self, block: _Block, sends: bool = False) -> None:
-        """Removes one holder; frees a block without holders, at the next transfer if the block is sent."""
-        block.holders -= 1
-        if not block.holders:
-            if sends:
-                self._sent.append(block)
-            else:
-                self._release(block)
+def _spans_of_gradients(amounts: Amounts, layout: Layout, program: Sequence[Instruction]) -> Iterator[Span]:
+    """Yields the spans of full gradients of shards: from the first addition until a reduction has copied them into its
+    bucket, and few further buckets are in flight. The copy is made beside them."""
+    if not amounts.spread:
+        return
+    sizes: dict[tuple[Adders, int], int] = {}  # bytes of gradients
+    added: dict[tuple[int, str], list[tuple[Adders, int]]] = {}  # gradients by adder
+    for rank in range(layout.num_ranks):
+        for gradient, adders in _sharded_gradients(amounts, layout, rank):
+            sizes[adders, id(gradient)] = GRADIENT * gradient.elements
+            for adder in adders:
+                added.setdefault(adder, []).append((adders, id(gradient)))
+    adding = [set(reduction.adders) for reduction in layout.reductions]
+    reduced = [[key for key in sizes if each.issuperset(key[0])] for each in adding]
+    copying = [2 * place for place, made in enumerate(program) if _reduces(made)]
+    ends = iter([*copying[MAX_COPIES + 1 :], *[NEVER] * (MAX_COPIES + 1)])
+    begun: dict[tuple[Adders, int], int] = {}  # the begins of live gradients
+    for place, made in enumerate(program):
+        now, op = 2 * place, made.operator
+        if _reduces(made):
+            mine, end = {key: begun.pop(key) for key in reduced[made.reduction] if key in begun}, next(ends)
+            yield now, now + 1, GRADIENTS, sum(sizes[key] for key in mine)
+            yield from ((begin, end, GRADIENTS, sizes[key]) for key, begin in mine.items())
+        elif op is not None and op.part in (Part.B, Part.W):
+            for key in added.get((made.unit, op.name), ()):
+                begun.setdefault(key, now)
+    yield from ((begin, NEVER, GRADIENTS, sizes[key]) for key, begin in begun.items())
 
-    def _release(self, block: _Block) -> None:
-        self._now[block.sort] -= block.bytes
+
+def _reduces(instruction: Instruction) -> bool:
+    """Returns whether an instruction reduces gradients, and does not copy them to the host."""
+    return instruction.reduction >= 0 and instruction.operator is not None and not instruction.operator.kind.copies
 
 
 def _sharded_gradients(amounts: Amounts, layout: Layout, rank: int) -> Iterator[tuple[Gradient, Adders]]:
@@ -369,22 +329,40 @@ Held = Mapping[int, int]  # index of a collective -> index of the instruction be
 
 
 def held_until_waited(program: Sequence[Instruction]) -> Held:
-    """Returns the releases of a program on a GPU."""
-    events = _Events()
-    for place, instruction in enumerate(program):
-        op = instruction.operator
+    """Returns the releases of a program on a GPU: where the compute stream waits for a value of the collective; without
+    a wait where nothing refers to its event any more, neither a value nor a collective that has read a value."""
+    until: dict[int, int] = {}
+    ends: dict[tuple[int, Key], tuple[int, bool]] = {}  # where the event of a value goes, and whether by a wait
+    readers: dict[tuple[int, Key], list[int]] = {}  # collectives that read a value before its end
+    of_batch: dict[int, tuple[int, bool]] = {}  # where all collectives of a micro-batch are waited for
+    barrier = NEVER, False  # where all but prefetches are
+    for place in range(len(program) - 1, -1, -1):
+        instruction, waited = program[place], (place, True)
+        op, microbatch = instruction.operator, instruction.microbatch
         if op is None:
-            events.wait_for_all(place)
-        elif op.kind in COLLECTIVE:
-            events.issue(place, instruction)
-        elif op.kind is Kind.COMPUTE:
-            for key in instruction.needs:
-                events.wait(instruction.microbatch, key, place)
-        for key in instruction.frees:
-            events.forget(instruction.microbatch, key, place + 1)
+            barrier = waited
+            continue
         if instruction.ends:
-            events.wait_for_microbatch(instruction.microbatch, place + 1)
-    return events.until
+            of_batch[microbatch] = place + 1, True
+        gone = {(microbatch, key): (place + 1, False) for key in instruction.frees}
+        if op.kind is Kind.COMPUTE:
+            gone |= {(microbatch, key): waited for key in instruction.needs}
+        elif op.kind in COLLECTIVE:  # the host waits for sizes that it reads
+            sizes = (key for name, key in zip(op.reads, instruction.reads, strict=True) if name in op.host_read_sizes)
+            gone |= {(microbatch, key): waited for key in sizes}
+        ends |= gone
+        for value in gone:
+            readers.pop(value, None)
+        if op.kind in COLLECTIVE:
+            values = [(microbatch, key) for key in instruction.writes]
+            usual = min(of_batch.get(microbatch, (NEVER, False)), (NEVER, False) if op.ahead else barrier)
+            found = [min(ends.get(value, usual), usual) for value in values]
+            later = [until[reader] for value in values for reader in readers.get(value, ())]
+            waits = [first for first, waits in found if waits]
+            until[place] = min(waits) if waits else max([*(first for first, _ in found), *later], default=NEVER)
+            for key in instruction.reads:
+                readers.setdefault((microbatch, key), []).append(place)
+    return {place: first for place, first in until.items() if first < NEVER}
 
 
 def held_until_over(program: Sequence[Instruction], starts: Sequence[float], ends: Sequence[float]) -> Held:
@@ -398,58 +376,3 @@ def held_until_over(program: Sequence[Instruction], starts: Sequence[float], end
             following = max(bisect_left(times, ends[place]), bisect_left(computing, place))
             until[place] = computing[following] if following < len(computing) else len(program)
     return until
-
-
-class _Events:
-    """Events of collectives, before the compute stream has waited for them; `until` are the releases so far."""
-
-    def __init__(self) -> None:
-        self.until: dict[int, int] = {}
-        self._of: dict[tuple[int, Key], int] = {}  # (micro-batch, value) -> the collective that writes the value
-        self._ahead: set[int] = set()
-        self._after: dict[int, list[int]] = {}  # collective -> its predecessors, whose events it refers to
-
-    def issue(self, place: int, instruction: Instruction) -> None:
-        """Notes a collective after the writers of its inputs; the host waits for sizes read on the host."""
-        op, microbatch = instruction.operator, instruction.microbatch
-        assert op is not None
-        for name, key in zip(op.reads, instruction.reads, strict=True):
-            if name in op.host_read_sizes:
-                self.wait(microbatch, key, place)
-        self._after[place] = [self._of[microbatch, key] for key in instruction.reads if (microbatch, key) in self._of]
-        for key in instruction.writes:
-            self._of[microbatch, key] = place
-        if op.ahead:
-            self._ahead.add(place)
-
-    def wait(self, microbatch: int, key: Key, place: int) -> None:
-        """Lets the compute stream wait for the writer of a value."""
-        if (microbatch, key) in self._of:
-            self._let_go(self._of.pop((microbatch, key)), place)
-
-    def forget(self, microbatch: int, key: Key, place: int) -> None:
-        """Forgets a value; its event goes unless another value or a later collective refers to the event."""
-        collective = self._of.pop((microbatch, key), None)
-        if collective is not None and not self._is_known(collective):
-            self._let_go(collective, place)
-
-    def wait_for_microbatch(self, microbatch: int, place: int) -> None:
-        """Lets the compute stream wait for all collectives of a micro-batch."""
-        for number, key in list(self._of):
-            if number == microbatch:
-                self.wait(number, key, place)
-
-    def wait_for_all(self, place: int) -> None:
-        """Lets the compute stream wait for all collectives except prefetches."""
-        for (microbatch, key), collective in list(self._of.items()):
-            if collective not in self._ahead:
-                self.wait(microbatch, key, place)
-
-    def _is_known(self, collective: int) -> bool:
-        return collective in self._of.values() or any(collective in before for before in self._after.values())
-
-    def _let_go(self, collective: int, place: int) -> None:
-        self.until.setdefault(collective, place)
-        for earlier in self._after.pop(collective, ()):
-            if earlier not in self.until and not self._is_known(earlier):
-                self._let_go(earlier, place)

@@ -7,7 +7,7 @@ looked at is drawn with fewer micro-batches, and its title says so.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from hf_helix.config import HelixConfig
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.case import Case
-from hf_helix.doctor.memory import memory_of, memory_of_window
+from hf_helix.doctor.memory import Drawing, memory_of, memory_of_window
 from hf_helix.doctor.simulated import amounts_of, kinds_of
 from hf_helix.doctor.step import Step, profile_of, simulate_step
 from hf_helix.doctor.window import Fidelity
@@ -29,7 +29,6 @@ from hf_helix.planning.schedule.placement import FRONT
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.schedule.slot_clock import stage_costs
 from hf_helix.planning.timing.cluster import Cluster
-from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.predict import Prediction
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.timing.sizes import Sizes, size_text
@@ -53,8 +52,7 @@ def step_parts(amounts: Amounts, case: Case, cluster: Cluster) -> list[Part]:
     step = simulate_step(amounts, shown, cluster, Fidelity.DRAWN)
     assert step.drawn is not None, "windows of so few operators are drawn"
     programs, timeline = step.drawn
-    runs = None if cluster.device.host_runs_ahead else timeline
-    memory = window_memory(amounts, profile.layout, (programs, timeline), case, runs)
+    memory = window_memory(amounts, profile.layout, step.drawn, case, cluster.device.host_runs_ahead)
     schedule = Scheduler(case.schedule, case.sizes.pp, stage_costs(profile), spread=case.spread_vocabulary)(count)
     title = f"{size_text(case.sizes)}, plan {case.plan}, {count} of {case.microbatches} micro-batches"
     return [window_part({title: bars_of_timeline(timeline, programs)}, memory), *schedule_parts(profile, schedule)]
@@ -91,9 +89,9 @@ def _seconds(step: Step) -> dict[str, float]:
 def window_memory(
     amounts: Amounts,
     layout: Layout,
-    drawn: tuple[Sequence[Instruction], Timeline],
+    drawn: Drawing,
     case: Case,
-    runs: Timeline | None = None,
+    host_runs_ahead: bool,
 ) -> WindowMemory:
     """Returns the memory of the fullest rank during a window.
 
@@ -102,11 +100,11 @@ def window_memory(
         layout: the units of all ranks.
         drawn: the programs of all ranks, and their timeline.
         case: says where weights and states lie.
-        runs: the timeline again, if the host computes; see `memory_of_window`.
+        host_runs_ahead: of the device, see `memory_of_window`.
     """
     programs, timeline = drawn
     found = []
-    for rank, (places, memory) in enumerate(memory_of_window(amounts, layout, programs, runs)):
+    for rank, (places, memory) in enumerate(memory_of_window(amounts, layout, drawn, host_runs_ahead)):
         peaks = list(memory)
         parts = {peak: memory_of(amounts, layout, rank, peak, case) for peak in set(peaks)}
         found.append(
@@ -161,7 +159,6 @@ def memory_of_run(model: Any, profile: Profile, mesh: Mapping[str, Any], predict
     unknown = {unit for unit in profile.layout.units if not profile.layout.graphs[unit].forward.transfers}
     if not unknown <= amounts.weights.keys():
         raise ValueError(f"the memory of {', '.join(sorted(unknown - amounts.weights.keys()))} is not counted")
-    runs = None if about["backend"] == "nccl" else predicted.timeline
     drawn = predicted.instructions, predicted.timeline
     case = Case(sizes, batch, length, 1, dtype=TYPES[dtype or torch.float32], **options)
-    return window_memory(amounts, profile.layout, drawn, case, runs)
+    return window_memory(amounts, profile.layout, drawn, case, about["backend"] == "nccl")

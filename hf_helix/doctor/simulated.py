@@ -9,7 +9,8 @@ layers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+import functools
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,13 +23,12 @@ from hf_helix.doctor.amounts.amounts import (
     META,
     Amounts,
     Model,
-    SimulatedMesh,
     SimulatedStreams,
     count_amounts,
     of_slices_alone,
     simulated_mesh,
 )
-from hf_helix.doctor.amounts.meter import Meter, meta_as
+from hf_helix.doctor.amounts.meter import Meter, Transfer, meta_as
 from hf_helix.doctor.case import Case
 from hf_helix.doctor.estimate import inter_node_axes
 from hf_helix.engine.build import declare
@@ -50,6 +50,7 @@ from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.sizes import Sizes
 from hf_helix.report.flops import token_flops
+from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.rank_units import RankUnits, place_units
 from hf_helix.runtime.runner import Runner
 
@@ -87,13 +88,13 @@ class SimulatedModel:
         """Class of the model."""
         return type(base_of(self.model)).__name__
 
-    @property
+    @functools.cached_property
     def layers(self) -> int:
         """Number of decoder layers."""
         base = base_of(self.model)
         return len(list(family_of(base).layers(base)))
 
-    @property
+    @functools.cached_property
     def experts(self) -> int:
         """Number of experts of a layer; 1 for a dense model."""
         weights = [weight for module in self.model.modules() if is_experts(module) for weight in module.parameters()]
@@ -181,7 +182,7 @@ def kinds_of(model: Any) -> Kinds:
     base, config = base_of(model), HelixConfig()
     family = family_of(base)
     layers = list(family.layers(base))
-    whole = declare(model, config, simulated_mesh({}).mesh, modes_of(layers, None, config)).rank_units
+    whole = declare(model, config, simulated_mesh({}), modes_of(layers, None, config)).rank_units
     keys = [
         (
             family.layer_key(base, index),
@@ -192,9 +193,8 @@ def kinds_of(model: Any) -> Kinds:
     ]
     distinct = list(dict.fromkeys(keys))
     tied = any(len({index for index, _ in row}) > 1 for row in whole.layout.shared)
-    flops = token_flops(base)
     costs = family.head_cost(base), family.embedding_cost(base, 1.0), family.first_least
-    about = Model(type(base).__name__, (), *costs, tied, flops.linear, flops.attention_per_length)
+    about = Model(type(base).__name__, (), *costs, tied, token_flops(base))
     kinds = [distinct.index(key) for key in keys]
     halved = [kinds.index(kind, kinds.index(kind) + 1) for kind in range(len(distinct)) if kinds.count(kind) > 1]
     named = {unit.name: unit for unit in whole.all_units.values() if unit.graphs.forward.repeats}
@@ -219,10 +219,12 @@ def amounts_of(
     axes, with as many sample images as `images` says in all (`Towers.sample`). The model, on the meta device, is not
     changed. Raises ValueError if the model cannot be cut to these sizes."""
     base = base_of(model)
-    simulated = _mesh_of(config, backend, dp_size, inter_node_axes)
+    log: list[Transfer] = []
+    spread = Sizes(cp=config.cp_size, dp=dp_size, ep=config.ep_size).spread() if config.shard_parameters else {}
+    mesh = _mesh_of(config, backend, spread, inter_node_axes, log)
     kinds = kinds or replace(kinds_of(model), halved=())
     make_buffers = kinds.family.empty(base, config.tp_size)
-    declared = _declared(model, config, simulated, kinds, autocast_dtype)
+    declared = _declared(model, config, mesh, kinds, autocast_dtype)
     names = [unit.name for _, unit in sorted(declared.all_units.items())]
     parts = (FRONT, REAR), (FIRST, NEXT)
     first, *layers, last = [name for name in names if not name.startswith(parts[0]) and not name.endswith(parts[1])]
@@ -230,13 +232,13 @@ def amounts_of(
     rank_units = _one_of_each(declared)
     whole = {parameter: parameter.data for parameter in rank_units.all_placements}
     try:
-        _cut(rank_units, simulated)
+        _cut(rank_units, mesh)
         plan = baseline_plan(rank_units.layout, model=type(base).__name__, mesh=config.option_sizes)
-        streams = SimulatedStreams(simulated.log)
-        runner = Runner(rank_units, plan, simulated.mesh, streams, Scheduler(config.schedule, 1), 0, autocast_dtype)
+        streams = SimulatedStreams(log)
+        runner = Runner(rank_units, plan, mesh, streams, Scheduler(config.schedule, 1), 0, autocast_dtype)
         ids = torch.zeros(batch, length, dtype=torch.long, device=META)
         scale = LossScale(torch.ones((), device=META))
-        window = WindowMaker(base, simulated.mesh).microbatch({"input_ids": ids, "labels": ids}, scale, (0, 0))
+        window = WindowMaker(base, mesh).microbatch({"input_ids": ids, "labels": ids}, scale, (0, 0))
         towers = kinds.family.towers
         side = {**window.prepare(), **({IMAGES: towers.sample(images)} if towers is not None and images else {})}
         window = replace(window, prepare=lambda: side)
@@ -244,7 +246,7 @@ def amounts_of(
         dtype = autocast_dtype or base.dtype
         of_slices = slice_buffers(make_buffers, config.tp_size, False, dtype)(config.pp_size // 2)(side)
         with meta_as(backend):
-            amounts = count_amounts(runner, window, handed_on, about, _spread(config, dp_size))
+            amounts = count_amounts(runner, window, handed_on, about, spread)
         amounts = replace(amounts, handed_over=sum(value.nbytes for value in of_slices))
         return of_slices_alone(amounts, rank_units) if config.spread_vocabulary else amounts
     finally:
@@ -283,7 +285,7 @@ def check_cut(model: Any, kinds: Kinds, config: HelixConfig) -> None:
         try:
             kinds.family.check(model.config, tp_size)
             tried = replace(config, tp_size=tp_size, pp_size=1)
-            _declared(model, tried, _mesh_of(tried, "nccl", 1), replace(kinds, halved=()), None)
+            _declared(model, tried, _mesh_of(tried), replace(kinds, halved=()), None)
         except ValueError as error:
             return error
         return None
@@ -295,29 +297,28 @@ def check_cut(model: Any, kinds: Kinds, config: HelixConfig) -> None:
         raise ValueError(f"{error}{hint}") from error
 
 
-def _mesh_of(config: HelixConfig, backend: str, dp_size: int, inter_node_axes: Collection[str] = ()) -> SimulatedMesh:
-    """Returns the mesh of a layout."""
+def _mesh_of(
+    config: HelixConfig,
+    backend: str = "nccl",
+    spread: Mapping[str, int] | None = None,
+    inter_node_axes: Collection[str] = (),
+    log: list[Transfer] | None = None,
+) -> Mesh:
+    """Returns the mesh of a layout; arguments as of `simulated_mesh`."""
     sizes = {"tp": config.tp_size, "cp": config.cp_size, "ep": config.ep_size}
     sizes["vocabulary"] = config.tp_size * config.pp_size
-    spread = _spread(config, dp_size)
-    return simulated_mesh(sizes, inter_node_axes, backend == "nccl", spread, config.streams_weights)
-
-
-def _spread(config: HelixConfig, dp_size: int) -> dict[str, int]:
-    """Returns the number of ranks by axis over which weights are sharded."""
-    ranks = Sizes(cp=config.cp_size, dp=dp_size, ep=config.ep_size)
-    return ranks.spread() if config.shard_parameters else {}
+    return simulated_mesh(sizes, inter_node_axes, backend == "nccl", spread, config.streams_weights, log)
 
 
 def _declared(
-    model: Any, config: HelixConfig, simulated: SimulatedMesh, kinds: Kinds, autocast_dtype: torch.dtype | None
+    model: Any, config: HelixConfig, mesh: Mesh, kinds: Kinds, autocast_dtype: torch.dtype | None
 ) -> RankUnits:
     """Returns the embedding, the first layer of each kind, the halves of a second, and the head, uncut; arguments as of
     `amounts_of`."""
     layer_indices = sorted([*kinds.firsts, *kinds.halved])
     modes = modes_of(kinds.family.layers(base_of(model)), None, config)
     modes = [modes[index] for index in layer_indices]
-    return declare(model, config, simulated.mesh, modes, None, layer_indices, kinds.halved, autocast_dtype).rank_units
+    return declare(model, config, mesh, modes, None, layer_indices, kinds.halved, autocast_dtype).rank_units
 
 
 def _one_of_each(rank_units: RankUnits) -> RankUnits:
@@ -328,9 +329,9 @@ def _one_of_each(rank_units: RankUnits) -> RankUnits:
     return place_units(list(units.values()))
 
 
-def _cut(rank_units: RankUnits, simulated: SimulatedMesh) -> None:
+def _cut(rank_units: RankUnits, mesh: Mesh) -> None:
     for parameter, placement in rank_units.all_placements.items():
-        axis = simulated.mesh.axis_of(placement)
+        axis = mesh.axis_of(placement)
         parameter.grad = None
         parameter.data = placement.cut(parameter.data, axis.size, axis.rank)
     for flat in rank_units.flat_parameters:

@@ -13,9 +13,17 @@ from hf_helix.config import AUTO, EVERY_MICROBATCH, OFFLOAD
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.case import ELEMENT, GRADIENT, PARAMETER, Case
 from hf_helix.doctor.estimate import estimate_profile
-from hf_helix.doctor.memory import Memory, full_gradients, held_weights, memory_of, peaks_of_schedules, peaks_of_window
+from hf_helix.doctor.memory import (
+    Drawing,
+    Memory,
+    full_gradients,
+    held_weights,
+    memory_of,
+    peaks_of_schedules,
+    peaks_of_window,
+)
 from hf_helix.doctor.reductions import cast_seconds, with_reductions
-from hf_helix.doctor.window import Drawing, Fidelity, WindowClock, schedule_of, usual_schedules
+from hf_helix.doctor.window import Fidelity, WindowClock, schedule_of, usual_schedules
 from hf_helix.engine.build import FULL_GRADIENTS
 from hf_helix.operators.vocab_pipeline import slice_names
 from hf_helix.planning.graph.backward import transfer_graphs
@@ -218,9 +226,7 @@ def _peaks_of_programs(
         schedule = schedule_of(clock.named, case.sizes.pp, count, case.spread_vocabulary)
         predicted = predict(planned.plan, planned.profile, schedule, timeline=True)
         drawn = predicted.instructions, predicted.timeline
-    programs, timeline = drawn
-    runs = None if cluster.device.host_runs_ahead else timeline
-    return peaks_of_window(amounts, planned.profile.layout, programs, runs)
+    return peaks_of_window(amounts, planned.profile.layout, drawn, cluster.device.host_runs_ahead)
 
 
 def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, fidelity: Fidelity = Fidelity.DRAWN) -> Step:
@@ -346,7 +352,7 @@ def _cast_bytes(case: Case) -> int:
 def model_flops(amounts: Amounts, case: Case) -> tuple[float, float]:
     """Returns the floating-point operations of a device in a step, see `Step.model_flops`."""
     model, tokens = amounts.model, case.tokens / case.sizes.devices
-    causal, full = (model.flops_per_token + model.attention_flops * case.length * share for share in (0.5, 1.0))
+    causal, full = model.flops.causal(case.length), model.flops.full(case.length)
     of_images = (
         kernel.flops
         for (unit, _), counted in amounts.operators.items()

@@ -19,6 +19,7 @@ from hf_helix.config import AUTO
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.case import Case
 from hf_helix.doctor.estimate import LEAST
+from hf_helix.doctor.memory import Drawing
 from hf_helix.doctor.reductions import with_reductions
 from hf_helix.operators.vocab_pipeline import FIRST, NEXT
 from hf_helix.planning.graph.operator import Kind
@@ -33,8 +34,7 @@ from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.predict import Prediction, predict
 from hf_helix.planning.timing.profile import Profile
-from hf_helix.planning.window.instructions import Instruction
-from hf_helix.planning.window.layout import Layout, named_operators
+from hf_helix.planning.window.layout import Layout, named_operators, sub_layout
 from hf_helix.planning.window.window import COMPUTE, STREAMS
 from hf_helix.runtime.trace import Interval, common, merge
 
@@ -45,7 +45,6 @@ SHORT = 2, 3  # micro-batches, for each pipeline rank, of the two windows whose 
 CHOSEN = 3  # micro-batches, for each pipeline rank, of the window that compares the schedules of "auto"
 REMEMBERED = 4  # micro-batches, for each pipeline rank, of a window long enough for the peak memory
 OPERATORS = 60_000  # most operators of a window simulated one by one, and drawn
-Drawing = tuple[Sequence[Instruction], Timeline]
 
 
 class Fidelity(Enum):
@@ -320,14 +319,6 @@ def rank_layout(layout: Layout, rank: int) -> Layout:
     ends = layout.units[0].removesuffix(FIRST), layout.units[-1]
     alike = {f"{end}{suffix}": end + FIRST for end in ends for suffix in ("", NEXT)}
     return replace(made, units=[alike.get(name, name) for name in made.units])
-
-
-def sub_layout(layout: Layout, stages: Sequence[Sequence[int]], ranks: Sequence[int]) -> Layout:
-    """Returns the layout of some units, without gradient reductions and gathers of weights."""
-    units = [unit for stage in stages for unit in stage]
-    numbers = {unit: number for number, unit in enumerate(units)}
-    chunks = {stage: [numbers[unit] for unit in chunk] for stage, chunk in enumerate(stages)}
-    return Layout([layout.units[unit] for unit in units], chunks, layout.graphs, (), ranks)
 
 
 # -- schedules ---------------------------------------------------------------------------------------------------------

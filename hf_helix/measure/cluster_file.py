@@ -39,7 +39,7 @@ from hf_helix.measure.device import (
 )
 from hf_helix.measure.machine import describe_device, device_in_clusters
 from hf_helix.measure.progress import StageProgress
-from hf_helix.measure.timing import ISSUING_SLOWEST, MOST, Stopwatch, Work, record, time_in_a_row
+from hf_helix.measure.timing import ISSUING_SLOWEST, MOST, Stopwatch, Work, issue_together, record, time_in_a_row
 from hf_helix.operators.communication.transport import Axis, bytes_moved
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.cluster import MOST_EFFICIENT, contention_key, load_cluster, shipped_clusters
@@ -186,22 +186,9 @@ def _agreed(kind: Kind, mine: float) -> float:
 
 def _run(streams: Streams, works: Mapping[Kind, Work], counts: Mapping[Kind, int]) -> list[float]:
     """The seconds of each kind, all repeats of all works started together. Collective."""
-
-    def issue() -> None:
-        events = [
-            streams.issue(kind, work, (), kind.value)
-            for kind, work in works.items()
-            if kind.communicates
-            for _ in range(counts[kind])
-        ]
-        for kind, work in works.items():
-            for _ in range(0 if kind.communicates else counts[kind]):
-                streams.compute(work, kind.value)
-        for event in events:
-            streams.wait(event)
-
+    together = [(kind, work, kind.value) for kind, work in works.items() for _ in range(counts[kind])]
     all_gather_object(None)
-    spans = record(streams, issue, sum(counts[kind] for kind in works) * ISSUING_SLOWEST)
+    spans = record(streams, lambda: issue_together(streams, together), len(together) * ISSUING_SLOWEST)
     return [sum(span.seconds for span in spans if span.label == kind.value) for kind in works]
 
 
@@ -238,10 +225,7 @@ def _chain_seconds(streams: Streams, chain: Sequence[tuple[Kind, Work]], count: 
     def issue() -> None:
         for _ in range(count):
             for kind, work in chain:
-                if kind.communicates:
-                    streams.wait(streams.issue(kind, work, (), kind.value))
-                else:
-                    streams.compute(work, kind.value)
+                issue_together(streams, [(kind, work, kind.value)])
 
     all_gather_object(None)
     spans = record(streams, issue, len(chain) * count * ISSUING_SLOWEST)

@@ -28,6 +28,7 @@ from hf_helix.measure.timing import (
     ISSUING_SLOWEST,
     Work,
     apart,
+    issue_together,
     meet,
     record,
     time_gradient_stream,
@@ -279,16 +280,10 @@ class Bench:
                 works = [self._work(timed) for timed in (first, second)]
             meet(self.runner)
 
-            def issue(works: Sequence[Work] = works) -> None:
-                side = Kind.INTRA_NODE if first.op.kind is Kind.COMPUTE else Kind.INTER_NODE
-                event = streams.issue(side, works[1], (), "second")
-                if first.op.kind is Kind.COMPUTE:
-                    streams.compute(works[0], "first")
-                else:
-                    streams.wait(streams.issue(first.op.kind, works[0], (), "first"))
-                streams.wait(event)
-
-            by_label = {span.label: span.seconds for span in record(streams, issue, 2 * ISSUING_SLOWEST)}
+            side = Kind.INTRA_NODE if first.op.kind is Kind.COMPUTE else Kind.INTER_NODE
+            together = (side, works[1], "second"), (first.op.kind, works[0], "first")
+            spans = record(streams, functools.partial(issue_together, streams, together), 2 * ISSUING_SLOWEST)
+            by_label = {span.label: span.seconds for span in spans}
             rows.append((by_label["first"], by_label["second"]))
         return rows[1:]
 

@@ -55,6 +55,22 @@ def record(streams: Streams, issue: Work, issuing: float = 0.0) -> list[Span]:
     return sorted(trace.spans, key=lambda span: span.start)
 
 
+def issue_together(streams: Streams, works: Iterable[tuple[Kind, Work, str]], lane: str = "") -> None:
+    """Runs works at the same time; computation is issued last, since it would hold communication up.
+
+    Args:
+        streams: the streams of the rank.
+        works: works, each with its kind, which names the stream, and its label.
+        lane: the lane of the streams.
+    """
+    works = list(works)
+    events = [streams.issue(kind, work, (), label, lane) for kind, work, label in works if kind.communicates]
+    for _, work, label in (each for each in works if not each[0].communicates):
+        streams.compute(work, label)
+    for event in events:
+        streams.wait(event)
+
+
 def time_in_a_row(streams: Streams, kind: Kind, work: Work, repeats: int, lane: str = "") -> list[float]:
     """Returns the seconds of every repeat of a communication, all repeats issued in a row.
 
@@ -63,12 +79,9 @@ def time_in_a_row(streams: Streams, kind: Kind, work: Work, repeats: int, lane: 
         repeats: the number of repeats; the first warms up.
         lane: the lane of the stream.
     """
-
-    def issue() -> None:
-        for event in [streams.issue(kind, work, (), kind.value, lane) for _ in range(repeats)]:
-            streams.wait(event)
-
-    return [span.seconds for span in record(streams, issue, repeats * ISSUING_SLOWEST)]
+    works = [(kind, work, kind.value)] * repeats
+    spans = record(streams, lambda: issue_together(streams, works, lane), repeats * ISSUING_SLOWEST)
+    return [span.seconds for span in spans]
 
 
 def time_gradient_stream(streams: Streams, work: Work, repeats: int, issuing: float) -> list[float]:

@@ -39,26 +39,25 @@ MEANING = {
 
 
 @dataclass(frozen=True)
-class Bar:
-    """An operator that runs."""
+class Bar(Span):
+    """An operator that runs, on a rank of a pipeline."""
 
-    stream: str  # "compute", "intra_node", "inter_node" or "gradients"
-    strand: str  # "F" or "B"
-    microbatch: int
-    label: str  # as in a trace, such as "B2.layers.3.mlp.down.W"
-    start: float  # seconds, as `end`
-    end: float
-    communicates: bool  # whether the operator moves data
-    rank: int = 0  # of the pipeline
+    rank: int = 0
 
     @property
-    def seconds(self) -> float:
-        return self.end - self.start
+    def strand(self) -> str:
+        """The strand, "F" or "B"."""
+        return self.label[0]
 
     @property
     def operator(self) -> str:
         """The name of the operator, without its unit."""
         return parse_label(self.label)[3]
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the operator moves data."""
+        return self.stream != Kind.COMPUTE.value
 
     @property
     def letter(self) -> str:
@@ -103,9 +102,7 @@ def bars_of_timeline(timeline: Timeline, program: Sequence[Instruction]) -> list
         if op is not None:
             strand = "F" if op.part is Part.F else "B"
             label = f"{strand}{instruction.microbatch}.{labels[instruction.unit]}.{op.name}"
-            times = timeline.starts[place], timeline.ends[place]
-            here = instruction.microbatch, label, *times, op.kind.communicates, work.ranks[place]
-            bars.append(Bar(op.kind.value, strand, *here))
+            bars.append(Bar(op.kind.value, label, timeline.starts[place], timeline.ends[place], work.ranks[place]))
     return bars
 
 
@@ -164,10 +161,7 @@ def rows_of(bars: Sequence[Bar]) -> dict[str, list[Bar]]:
 def summary_of(bars: Sequence[Bar]) -> str:
     """Returns the length of a window, and the share of communication beside computation, on all ranks."""
     start, end = extent(bars)
-    traces = [
-        Trace(spans=[Span(bar.stream, bar.label, bar.start, bar.end) for bar in bars if bar.rank == rank])
-        for rank in {bar.rank for bar in bars}
-    ]
+    traces = [Trace(spans=[bar for bar in bars if bar.rank == rank]) for rank in {bar.rank for bar in bars}]
     moving = sum(trace.busy(compute=False) for trace in traces)
     beside = sum(trace.overlapped() for trace in traces)
     hidden = f", {beside / moving:.0%} of communication beside computation" if moving else ""

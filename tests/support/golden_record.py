@@ -74,7 +74,7 @@ def layout_of(case: Case) -> Layout:
     copies = {"copies": sizes["dp"] * sizes["cp"], "expert_copies": sizes["dp"] * sizes["cp"] // sizes["ep"]}
     made = simulated_mesh(
         sizes, case.options.get("inter_node_axes") or (), False, copies if config.zero_stage else None
-    ).mesh
+    )
     groups = {f"{name}_group": object() if copies[axis] > 1 else None for name, axis in REPLICAS.items()}
     group = object() if sizes["dp"] > 1 else None
     pipe = Pipe(list(range(sizes["pp"])), None, {0: object(), 1: object()})  # type: ignore[dict-item]

@@ -51,7 +51,7 @@ def layout_of_training(model: Any, bf16: bool = False, **helix: Any) -> Layout:
     """What the runtime makes of a model on two data-parallel ranks, with these options of `HelixConfig`."""
     config = HelixConfig(**helix)
     spread = {"copies": 2, "expert_copies": 2} if config.zero_stage else None
-    mesh = simulated_mesh({"tp": config.tp_size}, spread=spread).mesh
+    mesh = simulated_mesh({"tp": config.tp_size}, spread=spread)
     group: Any = object()
     mesh = replace(mesh, sizes={**mesh.sizes, "dp": 2}, replica_group=group, expert_replica_group=group, dp_group=group)
     if config.offload:

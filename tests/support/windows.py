@@ -45,7 +45,7 @@ def window() -> tuple[Timeline, list[Instruction]]:
 
 
 def bar(start: float, end: float, stream: str = "compute", strand: str = "F", operator: str = "up") -> Bar:
-    return Bar(stream, strand, 0, f"{strand}0.layers.0.{operator}", start, end, stream != "compute")
+    return Bar(stream, f"{strand}0.layers.0.{operator}", start, end)
 
 
 PAIRS: dict[tuple[Name, Name], Pair] = {

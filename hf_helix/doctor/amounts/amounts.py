@@ -18,7 +18,14 @@ from hf_helix.config import PARAMETERS
 from hf_helix.doctor.amounts.lifetimes import Lifetimes, LifetimeTrace, WatchedExecutor, lifetimes_of
 from hf_helix.doctor.amounts.meter import FusedKernels, Kernel, Meter, Transfer
 from hf_helix.operators.base import TransferFn
-from hf_helix.operators.communication.transport import Axis, ReplicaAxes, Transport, bytes_moved
+from hf_helix.operators.communication.transport import (
+    Axis,
+    ReplicaAxes,
+    SilentTransport,
+    TransportMethod,
+    TransportWrapper,
+    bytes_moved,
+)
 from hf_helix.operators.param_shard import EXPERTS, VOCABULARY
 from hf_helix.operators.vocab_pipeline import FIRST, NEXT
 from hf_helix.operators.zero.host_shard import HostLink
@@ -27,6 +34,7 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.profile import OperatorMemory
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES, HOST
 from hf_helix.planning.window.layout import Layout, Name, named_operators
+from hf_helix.report.flops import TokenFlops
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.gradients.buckets import by_completion
@@ -39,48 +47,19 @@ from hf_helix.runtime.streams import Event, Streams
 META = torch.device("meta")
 
 
-class SimulatedTransport(Transport):
+class SimulatedTransport(TransportWrapper):
     """Logs transfers, and sends nothing; `sums_in_place`: a reduce-scatter adds up in fp32 at least, like NCCL's."""
 
     def __init__(self, axis: str, size: int, sums_in_place: bool, log: list[Transfer]) -> None:
-        self.axis = axis
-        self.size = size
-        self.rank = 0
-        self._sums_in_place = sums_in_place
-        self._log = log
+        super().__init__(SilentTransport(size, 0))
+        self._axis, self._sums_in_place, self._log = axis, sums_in_place, log
 
-    def all_gather(self, out: Tensor, value: Tensor) -> None:
-        self._note("all_gather", out, value)
-
-    def exchange(self, out: Tensor, value: Tensor) -> None:
-        self._note("exchange", out, value)
-
-    def exchange_rows(self, out: Tensor, value: Tensor, arriving: Sequence[int], sent: Sequence[int]) -> None:
-        self._note("exchange_rows", out, value, arriving, sent)
-
-    def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
-        self._note("reduce_scatter", out, value)
-
-    def shift(self, out: Tensor, value: Tensor) -> None:
-        self._note("shift", out, value)
-
-    def shift_back(self, out: Tensor, value: Tensor) -> None:
-        self._note("shift_back", out, value)
+    def move(self, name: str, run: TransportMethod, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
+        both_ways = bytes_moved(name, out, value, self.size, self.rank, rows)
+        self._log.append(Transfer(self._axis, name, max(both_ways)))
 
     def prefers_exchange(self, value: Tensor) -> bool:
         return not self._sums_in_place or value.element_size() < 4
-
-    def _note(self, method: str, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
-        both_ways = bytes_moved(method, out, value, self.size, self.rank, rows)
-        self._log.append(Transfer(self.axis, method, max(both_ways)))
-
-
-@dataclass(frozen=True)
-class SimulatedMesh:
-    """A simulated mesh, and the log of its transfers."""
-
-    mesh: Mesh
-    log: list[Transfer]
 
 
 def simulated_mesh(
@@ -89,7 +68,8 @@ def simulated_mesh(
     sums_in_place: bool = True,
     spread: Mapping[str, int] | None = None,
     streams_weights: bool = False,
-) -> SimulatedMesh:
+    log: list[Transfer] | None = None,
+) -> Mesh:
     """Returns the mesh of the first rank of a layout, with the full model on one pipeline rank.
 
     Args:
@@ -98,9 +78,10 @@ def simulated_mesh(
         sums_in_place: see `SimulatedTransport`.
         spread: number of ranks by axis over which weights are sharded; None for full weights.
         streams_weights: whether weights lie on the host.
+        log: takes the transfers.
     """
     tp, cp, ep = (sizes.get(name, 1) for name in ("tp", "cp", "ep"))
-    log: list[Transfer] = []
+    log = [] if log is None else log
 
     def axis(name: str, size: int, *kinds: str) -> Axis:
         crosses = any(kind in inter_node_axes for kind in kinds)
@@ -119,7 +100,7 @@ def simulated_mesh(
     over_tp = axis("tp", tp, "tp")
     experts = over_tp if ep == 1 else axis("experts", ep * tp, "ep", *["tp"] * (tp > 1))
     all_sizes = {"dp": ep, "pp": 1, "cp": cp, "tp": tp, "ep": ep}
-    mesh = Mesh(
+    return Mesh(
         all_sizes,
         META,
         None,
@@ -132,7 +113,6 @@ def simulated_mesh(
         host_link=HostLink(PARAMETERS if streams_weights else None, copy),
         vocabulary=axis("vocabulary", sizes.get("vocabulary", tp)),
     )
-    return SimulatedMesh(mesh, log)
 
 
 Adders = tuple[tuple[int, str], ...]  # operators of backward that add to a gradient, as (unit, name)
@@ -213,8 +193,7 @@ class Model:
     tower_cost: float  # the work of a tower relative to a layer, if all tokens are of images
     first_least: int  # the fewest layers of the first pipeline stage
     tied: bool  # whether embedding and head share weights, and so need the same rank of a pipeline
-    flops_per_token: float
-    attention_flops: float  # floating-point operations of attention per pair of tokens
+    flops: TokenFlops
 
     @property
     def layers(self) -> int:
@@ -357,7 +336,7 @@ def count_amounts(
             copies[name[0]] += max(0, first.counted[label].delta - second.counted[label].delta)
     units = list(rank_units.all_units.values())
     if not spread:  # the buffers of `shard_optimizer`, made as in training, do not depend on the number of replicas
-        several = simulated_mesh({}, spread={COPIES: 2, EXPERT_COPIES: 2}).mesh
+        several = simulated_mesh({}, spread={COPIES: 2, EXPERT_COPIES: 2})
         units = apply_zero1(units, several.shard_axes, runner.precision.autocast_dtype)
     readers = readers_of((unit.name, unit) for unit in units)
     flats = {flat for unit in units for flat in unit.flat_parameters.values()}

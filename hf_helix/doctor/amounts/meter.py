@@ -4,8 +4,7 @@ In:   calls of torch's operators, under the label of the calling graph operator.
 Out:  for each label: its kernels, with the floating-point operations and bytes of each, and the change of live memory.
 Must hold: views are no kernels; a value written in place is also read. Layers repeat the same calls, so the shapes of
 results are cached: only of operators whose results depend on the shapes of arguments alone. An operator that returns
-views runs each time, and one that writes to arguments, unless torch cannot run it or it only writes to the argument
-that it returns.
+views or writes to arguments runs each time.
 """
 
 from __future__ import annotations
@@ -31,58 +30,30 @@ from hf_helix.operators import vocab_tiles
 from hf_helix.operators.fused import kernels
 from hf_helix.operators.linears import accumulate
 
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """The sizes, strides and type of a tensor."""
-
-    sizes: Sequence[int]
-    strides: Sequence[int]
-    dtype: torch.dtype
-
-
 _UNRULED = torch.ops.aten.addmm.dtype_out, torch.ops.aten.baddbmm.dtype_out
 """Operators that write to `out` and raise on the meta device: the first in torch 2.11, the second up to 2.13."""
 
 _INDEXING = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
 """Operators that take indices of the host on the meta device."""
 
-_made: dict[object, _Shape | Sequence[_Shape | None] | None] = {}
-"""Shapes of results by operator and arguments; None where the shapes do not suffice to make the result again."""
-
-_written: set[object] = set()
-"""Operators and arguments of calls that wrote to their first argument, and left its shape as it was."""
+_made: dict[object, Any] = {}
+"""Twins of results by operator and arguments; None where the shapes do not suffice to make the result again."""
 
 
 def made_on_meta(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Returns the result of an operator, an overload such as `aten.mm.default`."""
     if function in _UNRULED:
         return kwargs["out"]
-    if _only_writes_first(function):
-        return _first_written(function, args, kwargs)
     key = _key_of(function, args, kwargs) if _only_makes(function) else None
     if key is None:
         args, kwargs = _with_sizes(function, args, kwargs)
         return function(*args, **kwargs)
-    shapes = _made.get(key)
-    if shapes is not None:
-        return _new(shapes)
+    known = _made.get(key)
+    if known is not None:
+        return _twin(known)
     result = function(*args, **kwargs)
     if key not in _made:
-        _made[key] = _shapes_of(result, args, kwargs)
-    return result
-
-
-def _first_written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the first argument of an operator that writes to it; on the meta device there is nothing to write."""
-    key = _key_of(function, args, kwargs)
-    if key is not None and key in _written:
-        return args[0]
-    args, kwargs = _with_sizes(function, args, kwargs)
-    before = _shape_of(args[0])
-    result = function(*args, **kwargs)
-    if key is not None and result is args[0] and _shape_of(result) == before:
-        _written.add(key)
+        _made[key] = _twin(result) if _is_new(result, args, kwargs) else None
     return result
 
 
@@ -118,17 +89,6 @@ def _only_makes(function: Any) -> bool:
     return schema is not None and all(each.alias_info is None for each in (*schema.arguments, *schema.returns))
 
 
-@functools.cache
-def _only_writes_first(function: Any) -> bool:
-    """Returns whether an operator is declared to write to its first argument alone, and to return it."""
-    schema = getattr(function, "_schema", None)
-    if schema is None or len(schema.returns) != 1 or not schema.arguments:
-        return False
-    first, *others = (each.alias_info for each in (*schema.arguments, *schema.returns))
-    aliases = [each for each in others if each is not None]
-    return first is not None and first.is_write and aliases == [schema.returns[0].alias_info]
-
-
 def _key_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
     """Returns the key of a call in the cache; None for calls that cannot be cached."""
     try:
@@ -154,33 +114,24 @@ def _described(value: Any) -> object:
     return type(value), value  # 1, 1.0 and True are equal, but make tensors of different types
 
 
-def _shapes_of(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Shape | Sequence[_Shape | None] | None:
-    """Returns the shapes of a result; None unless the result is new memory of exactly the size of its shapes."""
-    given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
-    results = result if isinstance(result, tuple | list) else [result]
-    storages: set[int] = set()
-    for each in results:
-        if each is None and result is not None:
-            continue
+def _is_new(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether a result is new memory of the meta device, of exactly the size of its shapes."""
+    known = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+    for each in [part for part in result if part is not None] if isinstance(result, tuple | list) else [result]:
         if not isinstance(each, Tensor) or not each.is_meta or each.storage_offset():
-            return None
-        storage, shape = each.untyped_storage(), _shape_of(each)
-        if storage._cdata in given | storages or storage.nbytes() != _new(shape).untyped_storage().nbytes():
-            return None
-        storages.add(storage._cdata)
-    if isinstance(result, tuple | list):
-        return type(result)(None if each is None else _shape_of(each) for each in result)
-    return _shape_of(result)
+            return False
+        storage = each.untyped_storage()
+        if storage._cdata in known or storage.nbytes() != _twin(each).untyped_storage().nbytes():
+            return False
+        known.add(storage._cdata)
+    return True
 
 
-def _shape_of(tensor: Tensor) -> _Shape:
-    return _Shape(tensor.shape, tensor.stride(), tensor.dtype)
-
-
-def _new(shapes: _Shape | Sequence[_Shape | None]) -> Any:
-    if isinstance(shapes, _Shape):
-        return torch.empty_strided(shapes.sizes, shapes.strides, dtype=shapes.dtype, device="meta")
-    return type(shapes)(None if each is None else _new(each) for each in shapes)  # type: ignore[call-arg]
+def _twin(result: Any) -> Any:
+    """Returns new memory of the shapes of a result."""
+    if isinstance(result, Tensor):
+        return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
+    return None if result is None else type(result)(map(_twin, result))
 
 
 aten = torch.ops.aten

@@ -154,7 +154,14 @@ class TransportWrapper(Transport):
 
     @abstractmethod
     def move(self, name: str, run: TransportMethod, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
-        """Runs a use of the inner transport, with the wrapper's additions."""
+        """Runs a use of the inner transport, with the wrapper's additions.
+
+        Args:
+            name: the method.
+            run: the method of the inner transport.
+            out, value: its output and input.
+            rows: of `exchange_rows`, the arriving and the sent rows.
+        """
 
     @final
     def all_gather(self, out: Tensor, value: Tensor) -> None:
@@ -183,7 +190,6 @@ class TransportWrapper(Transport):
     def shift_back(self, out: Tensor, value: Tensor) -> None:
         self.move("shift_back", self.inner.shift_back, out, value)
 
-    @final
     def prefers_exchange(self, value: Tensor) -> bool:
         return self.inner.prefers_exchange(value)
 

@@ -33,7 +33,7 @@ from hf_helix.planning.schedule.named import build_schedule
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.profile import Profile
-from hf_helix.planning.window.layout import Layout, Name, named_operators
+from hf_helix.planning.window.layout import Layout, Name, named_operators, sub_layout
 from hf_helix.planning.window.passes import run_passes
 from hf_helix.planning.window.repetition import Periodic
 from hf_helix.planning.window.window import COMPUTE
@@ -196,19 +196,12 @@ def shorten(layout: Layout) -> Layout:
     if layout.num_ranks > 1:
         middle = layers[(len(layers) - 1) // 2] if layers else -1
         parts = {0: [unit for unit in model if unit <= middle], 1: [unit for unit in model if unit > middle]}
-    units: list[str] = []
-    chunks: dict[int, list[int]] = {stage: [] for stage in parts}
-    numbers: dict[int, int] = {}
-    for stage, members in parts.items():
-        for place, unit in enumerate(members):
-            before = [u for u in members[:place] if u in layers]
-            if unit not in layers or len(before) < SHORT_LAYERS:
-                numbers[unit] = len(units)
-                chunks[stage].append(len(units))
-                units.append(layout.units[unit])
-    shared = [[(numbers[unit], name) for unit, name in row if unit in numbers] for row in layout.shared]
-    graphs = {name: pair for name, pair in layout.graphs.items() if name in units}
-    return Layout(units, chunks, graphs, shared)
+    stages = []
+    for members in parts.values():
+        further = [unit for unit in members if unit in layers][SHORT_LAYERS:]
+        stages.append([unit for unit in members if unit not in further])
+    short = sub_layout(layout, stages)
+    return replace(short, graphs={name: pair for name, pair in layout.graphs.items() if name in short.units})
 
 
 class _Candidate(NamedTuple):

@@ -274,6 +274,21 @@ def place_names(
     return names, chunks
 
 
+def sub_layout(layout: Layout, stages: Sequence[Sequence[int]], ranks: Sequence[int] = ()) -> Layout:
+    """Returns the layout of some units, given by virtual stage, without gradient reductions and gathers of weights.
+
+    Args:
+        layout: the layout of all units.
+        stages: the units of each virtual stage.
+        ranks: the pipeline rank of each virtual stage; empty for a single rank.
+    """
+    units = [unit for stage in stages for unit in stage]
+    numbers = {unit: number for number, unit in enumerate(units)}
+    chunks = {stage: [numbers[unit] for unit in chunk] for stage, chunk in enumerate(stages)}
+    shared = [[(numbers[unit], name) for unit, name in row if unit in numbers] for row in layout.shared]
+    return Layout([layout.units[unit] for unit in units], chunks, layout.graphs, shared, ranks)
+
+
 def named_operators(layout: Layout) -> Iterator[tuple[Name, Operator]]:
     """Every operator of the units, once."""
     for unit, pair in layout.graphs.items():

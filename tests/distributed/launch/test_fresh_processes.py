@@ -146,7 +146,7 @@ LENGTH = 64
 def search(workers: int, dtype: str = "bf16") -> Ranking:
     paper = SimulatedModel(on_meta(), CLUSTER)
     usual = case_of(length=LENGTH, dtype=dtype)
-    return Search(paper.amounts, CLUSTER, 32 * LENGTH, usual, paper.layers, workers=workers).run()
+    return Search(paper, CLUSTER, 32 * LENGTH, usual, workers=workers).run()
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def paper_of(model_type: str = "llama", **options: Any) -> SimulatedModel:
 
 def search(paper: SimulatedModel, cluster: Cluster = CLUSTER, sequences: int = 32, **options: Any) -> Ranking:
     tokens = sequences * LENGTH
-    return Search(paper.amounts, cluster, tokens, USUAL, paper.layers, paper.experts, **options).run()
+    return Search(paper, cluster, tokens, USUAL, **options).run()
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_those_that_lead_are_predicted_at_higher_fidelity_and_ranked_by_that(ran
     """Plain data parallelism, too; others are ranked behind them by their quick prediction."""
     leading, last = 2, ranking.steps[-1]
     paper = paper_of(num_hidden_layers=4, hidden_size=96, num_attention_heads=6)
-    searched = Search(paper.amounts, CLUSTER, SEQUENCES * LENGTH, USUAL, paper.layers, leading=leading)
+    searched = Search(paper, CLUSTER, SEQUENCES * LENGTH, USUAL, leading=leading)
     slow = replace(ranking.steps[0], window=2 * last.window)  # as if the first were the last but for exactness
     steps, unfit = searched._with_leading([slow, *ranking.steps[1:]])
     assert not unfit
@@ -110,7 +110,7 @@ def test_what_leads_and_needs_more_than_it_seemed_recomputes_or_is_dropped(ranki
 
     def leading(room: float) -> tuple[list[Any], list[Any]]:
         scarce = replace(CLUSTER, device=replace(CLUSTER.device, memory=room))
-        return Search(paper.amounts, scarce, SEQUENCES * LENGTH, USUAL, paper.layers, leading=1)._with_leading([cut])
+        return Search(paper, scarce, SEQUENCES * LENGTH, USUAL, leading=1)._with_leading([cut])
 
     (kept,), _ = leading(math.inf)
     (saving,), dropped = leading(0.99 * kept.memory.total)

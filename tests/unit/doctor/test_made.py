@@ -68,28 +68,23 @@ def test_the_type_that_is_made_by_default_is_that_of_now():
 
 
 @pytest.mark.parametrize(
-    ("function", "args", "runs"),
+    ("function", "args"),
     [
-        (aten._unsafe_view.default, lambda: (meta(3, 4), [12]), 1),  # its declaration does not say that it is a view
-        (aten.t.default, lambda: (meta(3, 4),), 1),
-        (aten.mul.Tensor, lambda: (meta(3), torch.ones(())), 1),  # a value that may decide
-        (aten.add_.Tensor, lambda: (meta(3, 4), meta(3, 4)), 0),
-        (aten.addmm_.default, lambda: (meta(3, 5), meta(3, 4), meta(4, 5)), 0),
-        (aten.t_.default, lambda: (meta(3, 4),), 1),  # writes to the shape
-        (aten.add_.Tensor, lambda: (meta(3), torch.ones(())), 1),
+        (aten._unsafe_view.default, lambda: (meta(3, 4), [12])),  # its declaration does not say that it is a view
+        (aten.t.default, lambda: (meta(3, 4),)),
+        (aten.mul.Tensor, lambda: (meta(3), torch.ones(()))),  # a value that may decide
+        (aten.add_.Tensor, lambda: (meta(3, 4), meta(3, 4))),
+        (aten.addmm_.default, lambda: (meta(3, 5), meta(3, 4), meta(4, 5))),
+        (aten.t_.default, lambda: (meta(3, 4),)),  # writes to the shape
     ],
 )
-def test_views_and_what_values_decide_always_run_and_what_writes_in_place_once(
-    function: Any, args: Any, runs: int, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(meter, "_written", set())
+def test_views_and_what_values_decide_and_what_writes_in_place_always_run(function: Any, args: Any):
     expected = described(function(*args()))
     made_on_meta(function, args(), {})
     arguments = args()
     with Calls() as calls:
         result = made_on_meta(function, arguments, {})
-    assert len([name for name in calls.names if name != "empty_strided"]) >= runs
-    assert bool(calls.names) == runs
+    assert [name for name in calls.names if name != "empty_strided"]
     assert described(result) == expected
     if function.name().partition(".")[0].endswith("_"):
         assert result is arguments[0]

@@ -168,13 +168,7 @@ def test_the_offload_pipeline_is_near_its_published_figures(size: str):
     cluster = replace(cluster, device=replace(cluster.device, peaks={"bf16": 330e12}))
     options, published, error = PUBLISHED[size]
     model = on_meta("qwen3", **QWEN3, **options, tie_word_embeddings=size == "1.7B")
-    search = Search(
-        SimulatedModel(model, cluster).amounts,
-        cluster,
-        512_000,
-        case_of(length=4096),
-        layers=options["num_hidden_layers"],
-    )
+    search = Search(SimulatedModel(model, cluster), cluster, 512_000, case_of(length=4096))
     found = search.rival(PIPELINE_OFFLOAD)
     assert found is not None
     step = found.step

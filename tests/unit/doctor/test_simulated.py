@@ -54,7 +54,7 @@ def test_one_layer_of_each_kind_stands_for_all(make: Callable[[], Any], expected
     model, config = make(), HelixConfig(**helix)
     kinds = kinds_of(model)
     assert list(kinds.kinds) == expected
-    mesh = simulated_mesh({"tp": 2}).mesh
+    mesh = simulated_mesh({"tp": 2})
     whole = declare(model, config, mesh, [config.recompute or "none"] * LAYERS).rank_units
     result = counted(model, **helix)
     assert list(result.model.units) == list(whole.layout.units)

@@ -25,7 +25,7 @@ def advised() -> tuple[Any, Ranking, Cluster]:
     paper = SimulatedModel(on_meta(num_key_value_heads=4), cluster)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Search, "rival", lambda *_: None)  # nothing is said of rivals, which take long to simulate
-        return paper.model, Search(paper.amounts, cluster, TOKENS, case_of(length=LENGTH), paper.layers).run(), cluster
+        return paper.model, Search(paper, cluster, TOKENS, case_of(length=LENGTH)).run(), cluster
 
 
 @pytest.fixture
