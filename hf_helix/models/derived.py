@@ -450,7 +450,7 @@ class DerivedFamily(Family):
     def _taken(self, tensors: Mapping[str, Tensor], ids: Tensor, cut: SequenceCut) -> dict[str, Any]:
         """Returns this rank's part of the tensor arguments of layers."""
         inputs = {}
-        dims = {given.name: given.open for call in self.calls.calls for given in call.given}
+        dims = {given.name: given.along_tokens for call in self.calls.calls for given in call.given}
         for name, tensor in tensors.items():
             along = [dim for dim in dims[name] if tensor.shape[dim] == ids.shape[1]]
             inputs[name] = cut.take(tensor, along[0]) if along else tensor

@@ -18,7 +18,7 @@ from hf_helix.config import PARAMETERS
 from hf_helix.doctor.amounts.lifetimes import Lifetimes, LifetimeTrace, WatchedExecutor, lifetimes_of
 from hf_helix.doctor.amounts.meter import FusedKernels, Kernel, Meter, Transfer
 from hf_helix.operators.base import TransferFn
-from hf_helix.operators.communication.transport import Axis, ReplicaAxes, Transport, bytes_moved
+from hf_helix.operators.communication.transport import Axis, ReplicaAxes, TransportByName, bytes_moved
 from hf_helix.operators.param_shard import EXPERTS, VOCABULARY
 from hf_helix.operators.vocab_pipeline import FIRST, NEXT
 from hf_helix.operators.zero.host_shard import HostLink
@@ -39,7 +39,7 @@ from hf_helix.runtime.streams import Event, Streams
 META = torch.device("meta")
 
 
-class SimulatedTransport(Transport):
+class SimulatedTransport(TransportByName):
     """Logs transfers, and sends nothing; `sums_in_place`: a reduce-scatter adds up in fp32 at least, like NCCL's."""
 
     def __init__(self, axis: str, size: int, sums_in_place: bool, log: list[Transfer]) -> None:
@@ -49,30 +49,12 @@ class SimulatedTransport(Transport):
         self._sums_in_place = sums_in_place
         self._log = log
 
-    def all_gather(self, out: Tensor, value: Tensor) -> None:
-        self._note("all_gather", out, value)
-
-    def exchange(self, out: Tensor, value: Tensor) -> None:
-        self._note("exchange", out, value)
-
-    def exchange_rows(self, out: Tensor, value: Tensor, arriving: Sequence[int], sent: Sequence[int]) -> None:
-        self._note("exchange_rows", out, value, arriving, sent)
-
-    def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
-        self._note("reduce_scatter", out, value)
-
-    def shift(self, out: Tensor, value: Tensor) -> None:
-        self._note("shift", out, value)
-
-    def shift_back(self, out: Tensor, value: Tensor) -> None:
-        self._note("shift_back", out, value)
-
     def prefers_exchange(self, value: Tensor) -> bool:
         return not self._sums_in_place or value.element_size() < 4
 
-    def _note(self, method: str, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
-        both_ways = bytes_moved(method, out, value, self.size, self.rank, rows)
-        self._log.append(Transfer(self.axis, method, max(both_ways)))
+    def move(self, name: str, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
+        both_ways = bytes_moved(name, out, value, self.size, self.rank, rows)
+        self._log.append(Transfer(self.axis, name, max(both_ways)))
 
 
 @dataclass(frozen=True)
