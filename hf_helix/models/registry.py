@@ -5,7 +5,6 @@ Out:  the family of a model.
 Must hold: a family is found by the name of the model's class, stated in the family's file (`model_class`).
 """
 
-import weakref
 from typing import Any
 
 import transformers
@@ -49,18 +48,20 @@ def family_of(model: Any) -> Family:
     name = next((name for name in names if isinstance(model, getattr(transformers, name, object))), None)
     if name is None:
         return _derived(model)
-    family = _DERIVED.get(model, REGISTERED[name])
+    family = vars(model).get(_FAMILY) or REGISTERED[name]
     is_settled = bool(family.traced) or getattr(model, "_is_cut_by_helix", False)
     is_ours = type(family).__module__ not in registered_elsewhere()
     return _derived(model) if is_ours and not is_settled and other_code(model) else family
 
 
-_DERIVED: weakref.WeakKeyDictionary[Any, Family] = weakref.WeakKeyDictionary()
+_FAMILY = "_family_of_helix"
+"""The attribute of a model for the family derived from it. The family refers to the model, so a dictionary beside it,
+even of weak references to models, would keep both for ever."""
 
 
 def _derived(model: Any) -> Family:
-    """Returns the family derived from a model. Cached while the model lives: the family refers to the full model."""
-    if model not in _DERIVED:
+    """Returns the family derived from a model, which is derived once."""
+    if vars(model).get(_FAMILY) is None:
         if hasattr(model, "_orig_mod"):
             raise ValueError(f"{type(model).__name__} is not supported: pass the model without torch.compile")
         if not isinstance(model, PreTrainedModel):
@@ -70,5 +71,6 @@ def _derived(model: Any) -> Family:
                 "register one"
             )
         check_traceable(model)
-        _DERIVED[model] = DerivedFamily(model)
-    return _DERIVED[model]
+        vars(model)[_FAMILY] = DerivedFamily(model)
+    family: Family = vars(model)[_FAMILY]
+    return family
