@@ -49,6 +49,10 @@ class Enough(Exception):
     """Ends a run of a model's code."""
 
 
+class _TakesFirst(Exception):
+    """The decoder's forward takes the first of what a layer returns; of a tensor, the first row."""
+
+
 @dataclass(frozen=True)
 class LayerCall:
     """The arguments of a layer after the hidden states; tensors are `Given`."""
@@ -100,6 +104,7 @@ class Decoder:
         holder: the submodule with the list of layers: `module`, or an encoder inside that takes hidden states.
         layers: the layers.
         prefix: the name of the list of layers in the model.
+        takes_first: whether the submodule takes the first of what a layer returns.
         rest: what a layer returns behind the hidden states, where the submodule takes a pair of every layer: None, or
             the description of a value that the next layer takes.
         masks: the context in which mask functions return what layers are handed: placeholders, or tensors.
@@ -107,6 +112,7 @@ class Decoder:
     `makes_masks` says whether masks are tensors, for layers that compute with them, instead of placeholders.
     """
 
+    takes_first = False
     rest: tuple[Given | None, ...] = ()
 
     def __init__(self, base: Any, makes_masks: bool = False) -> None:
@@ -185,7 +191,7 @@ class _Stub(nn.Module):
             hidden = kwargs.pop("hidden_states")
         left = self.called(self._number, args, kwargs, hidden)
         hidden = hidden if left is None else left
-        return (hidden, *self._decoder.rest) if self._decoder.rest else hidden
+        return (hidden, *self._decoder.rest) if self._decoder.rest or self._decoder.takes_first else hidden
 
 
 @contextlib.contextmanager
@@ -198,9 +204,16 @@ def changed_masks(change: Callable[[str, Callable[..., Any]], Callable[..., Any]
 
 
 def _making(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a mask function that makes a tensor, never None."""
+    """Returns a mask function that makes a tensor, never None. On the meta device, where Transformers cannot look for
+    documents in positions, the tensor is that of a single document: only its shape is read."""
     skips = {"allow_is_causal_skip", "allow_is_bidirectional_skip"} & {*inspect.signature(function).parameters}
-    return lambda *args, **kwargs: function(*args, **{**kwargs, **dict.fromkeys(skips, False)})
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if getattr(kwargs.get("position_ids"), "is_meta", False):
+            kwargs["position_ids"] = None
+        return function(*args, **{**kwargs, **dict.fromkeys(skips, False)})
+
+    return make
 
 
 @functools.cache
@@ -342,11 +355,15 @@ class LayerCalls:
         return next((b.device for b in self.decoder.module.buffers()), torch.device("cpu"))
 
     def _record_either(self, batch: int, length: int) -> tuple[dict[int, Any], list[Tensor]]:
-        """Records with stubs that return hidden states or, where the code unpacks them, a pair; see `Decoder.rest`.
+        """Records with stubs that return hidden states or, where the code takes the first of these, a tuple, or, where
+        the code unpacks them, a pair; see `Decoder`.
 
         The rows of a batch would be unpacked, too, if there were two.
         """
         try:
+            return self._record(batch, length)
+        except _TakesFirst:
+            self.decoder.takes_first = True
             return self._record(batch, length)
         except Underivable as error:
             if "values to unpack (expected 2" not in str(error):
@@ -359,7 +376,7 @@ class LayerCalls:
         positions = torch.arange(length, device=device).expand(batch if self._makes_masks else 1, -1)
         try:
             calls, looked_up = self._run(torch.zeros((batch, length), dtype=torch.long, device=device), positions)
-        except Underivable:
+        except (Underivable, _TakesFirst):
             raise
         except Exception as error:
             raise refusal_of("its forward cannot run without its layers", error) from error
@@ -383,8 +400,12 @@ class LayerCalls:
         """
         wanted = set(range(len(self.decoder.layers)) if layers is None else layers)
         calls: dict[int, Any] = {}
+        shapes: list[torch.Size] = []
 
         def called(number: int, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> None:
+            if shapes and hidden.shape == shapes[-1][1:]:
+                raise _TakesFirst
+            shapes.append(hidden.shape)
             calls[number] = args, kwargs
             if wanted <= calls.keys():
                 raise Enough

@@ -85,8 +85,6 @@ def test_the_import_alone_sets_the_connections(
 
 ORDER = """
 from support.graphs import LLAMA, layout_of, list_scheduled, random_priority, random_times, schedule_of
-from hf_helix.doctor.layouts import Ranking, Search
-from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.planning.plan.list_scheduler import Priorities
 layout = layout_of(LLAMA, 3)
 (program,) = list_scheduled(schedule_of(4), layout, Priorities(random_times(layout, 1), random_priority(layout, 2)))

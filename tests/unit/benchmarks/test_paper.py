@@ -40,6 +40,7 @@ def test_megatrons_speed_is_near_the_papers(runs: Runs):
     assert runs.run(row, MEGATRON).speed == pytest.approx(row.printed[MEGATRON], rel=0.1)
 
 
+@pytest.mark.slow
 def test_methods_are_ordered_as_in_the_paper(runs: Runs):
     assert runs.gain(FIGURE_11[0], INTRA_BATCH) > 1.0
     row = FIGURE_12[3]

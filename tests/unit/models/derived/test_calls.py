@@ -1,0 +1,36 @@
+"""What a decoder's forward hands to its layers, recorded with stubs in place of the layers."""
+
+import pytest
+import torch
+import transformers
+from support.marks import slow
+
+from hf_helix.models.census import PROVEN, read_census
+from hf_helix.models.registry import family_of
+from hf_helix.models.small_config import default_config
+
+DEEP = 6
+"""More layers than proofs have: code that takes the first of what a layer returns must not take rows of a tensor."""
+
+TUPLES = ("GPTJForCausalLM", "FalconH1ForCausalLM")
+"""Classes whose decoders take the first of what a layer returns; layers of the first compute with masks."""
+
+OTHERS = sorted(
+    {
+        name.partition("[")[0]
+        for name, findings in read_census().classes.items()
+        if any(finding.status == PROVEN for finding in findings.values())
+    }
+    - {*TUPLES}
+)
+
+
+@pytest.mark.parametrize("name", [*TUPLES, *(slow(name) for name in OTHERS if hasattr(transformers, name))])
+def test_deep_models_are_derived_alike_with_and_without_weights(name: str) -> None:
+    config, calls = default_config(name, DEEP), []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            made = getattr(transformers, name)(config)
+        found = getattr(family_of(made), "calls", None)  # none of a declared family
+        calls.append(found and [found.has_rows, *(call.key for call in found.calls)])
+    assert calls[0] == calls[1]
