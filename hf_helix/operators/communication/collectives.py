@@ -191,17 +191,22 @@ class PipelineTransfer(Communication):
                     "the first pipeline stage has fewer layers than images add features behind; give it more with "
                     "layers_per_stage"
                 )
-            return (), lambda: _move_all(self.channel.send, values, forward)
+            return (), lambda: self.send(values, forward)
         made = self.make_buffers(ctx.side)
         outputs = made if forward else tuple([out for out in made if out.is_floating_point()])
-        return outputs, lambda: _move_all(self.channel.receive, outputs, forward)
+        return outputs, lambda: self.receive(outputs, forward)
 
+    def send(self, values: Sequence[Tensor], forward: bool) -> None:
+        """Sends all values of a transfer."""
+        for value in values:
+            if value.numel():
+                self.channel.send(value, forward)
 
-def _move_all(move: Callable[[Tensor, bool], None], values: Sequence[Tensor], forward: bool) -> None:
-    """Sends or receives all values of a transfer that have elements."""
-    for value in values:
-        if value.numel():
-            move(value, forward)
+    def receive(self, outputs: Sequence[Tensor], forward: bool) -> None:
+        """Receives all values of a transfer."""
+        for out in outputs:
+            if out.numel():
+                self.channel.receive(out, forward)
 
 
 def transfer_unit(name: str, graphs: GraphPair, channel: P2PChannel, boundary: int, make_buffers: MakeBuffers) -> Unit:
