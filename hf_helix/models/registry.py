@@ -54,7 +54,7 @@ def family_of(model: Any) -> Family:
     return _derived(model) if is_ours and not is_settled and other_code(model) else family
 
 
-_FAMILY = "_family_of_helix"
+_FAMILY = "family_of_helix"
 """The attribute of a model for the family derived from it. The family refers to the model, so a dictionary beside it,
 even of weak references to models, would keep both for ever."""
 
