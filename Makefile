@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+SITE   := $(VENV)/.site
 
 # The oldest versions that pyproject.toml promises. Torch from a package index may bring CUDA packages of gigabytes;
 # `make test-oldest TORCH=2.13.0` takes another version, such as one that is on the machine.
@@ -32,6 +33,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
+$(SITE): $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[site]'
+	@touch $@
+
 demo: $(STAMP)  ## train a small Llama on two processes over an emulated link, and show what overlap gains
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_tp2.yaml recipes/pretrain.py --output_dir runs/demo \
 		--link even --gradient_accumulation_steps 8 --max_steps 30
@@ -39,7 +44,7 @@ demo: $(STAMP)  ## train a small Llama on two processes over an emulated link, a
 test: $(STAMP)  ## run the tests, two files at a time
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-test-slow: $(STAMP)  ## run the tests that take minutes and the further combinations, two files at a time; about two hours
+test-slow: $(SITE)  ## run the tests that take minutes and the further combinations, two files at a time; about two hours
 	$(BIN)/python -m pytest -m slow --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-oldest:  ## run the tests in .venv-oldest, with the oldest versions that are promised; TORCH=... for another torch
@@ -75,7 +80,7 @@ format: $(STAMP)  ## mend style
 docs: $(STAMP)  ## write what the pages take from the code: options, model classes
 	$(BIN)/python docs/generate.py
 
-site: $(STAMP)  ## build the pages and the API reference in runs/site/index.html; a broken link is an error
+site: $(SITE)  ## build the pages and the API reference in runs/site/index.html; a broken link is an error
 	$(BIN)/mkdocs build --strict
 
 bench: $(STAMP)  ## step time on one process against the stock Trainer, and the executor's cost per operator

@@ -46,7 +46,7 @@ API = {
         "hf_helix.measure.overlap.Overlap": None,
         "hf_helix.tuning.candidates.Comparison": None,
         "hf_helix.tuning.result_text.format_scorecard": None,
-        "hf_helix.report.comparison": ["format_comparison", "save_comparison", "predict_around", "format_speeds"],
+        "hf_helix.report.comparison": ["format_comparison", "save_comparison"],
     },
 }
 """The public names by chapter, each with the members to list, or None for all."""

@@ -41,7 +41,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_helix import HelixTrainer
 from hf_helix.integrations.accelerate.launcher import resolve_config
-from hf_helix.report.comparison import format_comparison, format_speeds, predict_around, save_comparison, text_of
+from hf_helix.report.comparison import format_comparison, save_comparison, text_of
 from hf_helix.tuning.candidates import Comparison
 from hf_helix.tuning.result_text import format_scorecard
 
@@ -149,10 +149,9 @@ def main() -> None:
 
 
 def show_gain(compared: Comparison, folder: str) -> None:
-    """What overlap gains on the emulated link, and would gain on others; the picture."""
+    """What overlap gains on the emulated link; the picture."""
     print(format_comparison(compared), end="\n\n")
     print(text_of(compared), end="\n\n")
-    print(format_speeds(predict_around(compared), compared), end="\n\n")
     try:
         print(f"plan, profile and picture: {', '.join(map(str, save_comparison(compared, folder)))}")
     except ImportError as error:

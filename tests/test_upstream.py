@@ -342,6 +342,7 @@ DOCUMENTED = {
 ENDINGS = re.compile("_(again|foreach_|kwargs|multiplier|name|saving|size|sort_index|token_id|token_index)")
 """Parts of other words."""
 OURS = {"_hf_helix_told", "_is_cut_by_helix"}  # set on objects of others
+OF_PYTHON = {"_replace"}  # documented, of named tuples
 
 
 def is_private(name: str) -> bool:
@@ -381,7 +382,7 @@ def parsed() -> dict[Path, ast.Module]:
 
 def every_use() -> Iterator[Use]:
     trees = {path: tree for path, tree in parsed().items() if path.stem != "upstream"}
-    own = {name for tree in trees.values() for name in defined(tree)} | OURS
+    own = {name for tree in trees.values() for name in defined(tree)} | OURS | OF_PYTHON
     for path, tree in trees.items():
         where = str(path.relative_to(PACKAGE))
         yield from (Use(name.partition(":")[2], f"{where}:{line} {name}") for name, line in imports(tree))

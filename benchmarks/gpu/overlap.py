@@ -173,7 +173,7 @@ class Case:
         self.search_share = sizes.search_share
         self._axis = work.mesh.tp
         self._about = work.about
-        self.runner = baseline_runner(work.runner, sizes.microbatches)
+        self.runner = baseline_runner(work.runner)
         self.window: list[MicroBatch] = work.window(sizes.microbatches, 1, length)
 
     @contextlib.contextmanager

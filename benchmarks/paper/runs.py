@@ -39,7 +39,7 @@ from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.timing.cluster import Cluster, load_cluster
 from hf_helix.planning.timing.profile import Pair, Profile
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES
-from hf_helix.planning.window.layout import Layout, Name, named_operators, named_reductions
+from hf_helix.planning.window.layout import Layout, Name, named_operators
 
 SEARCH = "search"
 RULES: Mapping[str, tuple[str, str]] = {
@@ -192,7 +192,7 @@ def _with_nothing_beside(step: Step, amounts: Amounts, layout: Layout, cluster: 
         sent = [Transfer(axis, "all_gather", axes[axis].sent(count * ELEMENT[case.dtype])) for axis, count in parts]
         gathers = max(gathers, sum(transfer_seconds(each, axes[each.axis], cluster) for each in sent))
     profile = profile_of(amounts, case, cluster, whole=True)
-    names = [name for name, _ in named_reductions(profile.layout)]
+    names = profile.layout.reduction_names
     sums = max(sum(profile.times[names[number]] for number in profile.layout.reductions_of(rank)) for rank in ranks)
     return replace(step, sums=sums, optimizer=step.optimizer + gathers)
 

@@ -100,6 +100,7 @@ class OnCluster(Command):
         simulated = SimulatedModel(model, cluster, images)
         if images and not simulated.image_tokens:
             raise ValueError(f"--images_per_row {images}: {simulated.name} has no tower of images; leave it out")
+        simulated.check_length(self.sequence_length)
         capacity = self.expert_capacity_factor
         if capacity is not None and simulated.experts == 1:
             raise ValueError(f"--expert_capacity_factor {capacity:g}: {simulated.name} has no experts; leave it out")

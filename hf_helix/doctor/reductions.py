@@ -22,10 +22,7 @@ from hf_helix.planning.window.layout import (
     Layout,
     Name,
     WeightGather,
-    named_copies,
-    named_gathers,
     named_operators,
-    named_reductions,
 )
 from hf_helix.planning.window.passes import BUCKET_BYTES, fill_buckets
 
@@ -75,10 +72,10 @@ def _with_sums(profile: Profile, amounts: Amounts, case: Case, cluster: Cluster)
         return profile
     found, ring = gradient_sums(amounts, profile.layout, case), rings(cluster, case.sizes)[COPIES]
     layout = replace(profile.layout, reductions=[made for made, _ in found], on_host=bool(case.offload))
-    names = [name for name, _ in named_reductions(layout)]
+    names = layout.reduction_names
     seconds = [max(LEAST, _seconds(*each, case, cluster)) for each in found]
     times = {**profile.times, **dict(zip(names, seconds, strict=True))}
-    for (name, _), (made, experts) in zip(named_copies(layout), found, strict=False):
+    for name, (made, experts) in zip(layout.copy_names(Kind.DOWN), found, strict=False):
         times[name] = max(LEAST, case.stepped(made.bytes - experts, experts) / cluster.host.bandwidth)
     rounds = 1 if case.spread_gradients else 2
     sent = {name: ring.sent(rounds * made.bytes) for name, (made, _) in zip(names, found, strict=True)}
@@ -107,7 +104,7 @@ def _contended(
 ) -> dict[tuple[Name, Name], Pair]:
     """Returns a pair of the longest gradient reduction with an operator of each kind under mutual slowdown."""
     link = Kind.INTER_NODE if crosses else Kind.INTRA_NODE
-    summing = max((name for name, _ in named_reductions(layout)), key=lambda name: times[name])
+    summing = max(layout.reduction_names, key=lambda name: times[name])
     pairs = {}
     for kind in (Kind.COMPUTE, Kind.INTRA_NODE, Kind.INTER_NODE):
         others = [name for name, op in named_operators(layout) if op.kind is kind]
@@ -151,9 +148,8 @@ def _with_gathers(profile: Profile, amounts: Amounts, case: Case, cluster: Clust
         return profile
     layout = replace(profile.layout, gathers=[gather for gather, _ in found])
     seconds = (gather_seconds(kept, case, cluster) for _, kept in found)
-    times = {**profile.times, **dict(zip((name for name, _ in named_gathers(layout)), seconds, strict=True))}
-    up = (name for name, op in named_copies(layout) if op.kind is Kind.UP)
-    for name, (_, kept) in zip(up, found, strict=False):
+    times = {**profile.times, **dict(zip(layout.gather_names, seconds, strict=True))}
+    for name, (_, kept) in zip(layout.copy_names(Kind.UP), found, strict=False):
         times[name] = max(LEAST, kept.bytes / _ranks(kept, case) / cluster.host.bandwidth)
     return replace(profile, layout=layout, times=times)
 

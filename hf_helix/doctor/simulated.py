@@ -99,6 +99,16 @@ class SimulatedModel:
         weights = [weight for module in self.model.modules() if is_experts(module) for weight in module.parameters()]
         return max((len(weight) for weight in weights if weight.dim() == 3), default=1)
 
+    def check_length(self, length: int) -> None:
+        """Raises ValueError where rows are longer than the tables of positions."""
+        base = base_of(self.model)
+        positions = family_of(base).num_positions(base)
+        if positions is not None and length > positions:
+            raise ValueError(
+                f"--sequence_length {length}: {self.name} has embeddings of {positions:,} positions; give "
+                f"--sequence_length {positions}, or less"
+            )
+
     def image_share(self, length: int) -> float:
         """Returns the part of the tokens of a row that are of images. Raises ValueError if they are longer than it."""
         tokens = self.images_per_row * self.image_tokens

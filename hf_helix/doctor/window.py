@@ -384,7 +384,7 @@ def exposed_seconds(timeline: Timeline, rank: int = 0) -> dict[Kind, tuple[float
     spans: dict[int, list[Interval]] = {}  # of each queue, which runs one instruction after the other
     streams: dict[int, int] = {}
     for place, queue in enumerate(work.queues()):
-        if work.entries[place] >= 0 and work.rank(place) == rank and timeline.ends[place] > timeline.starts[place]:
+        if work.entries[place] >= 0 and work.ranks[place] == rank and timeline.ends[place] > timeline.starts[place]:
             spans.setdefault(queue, []).append((timeline.starts[place], timeline.ends[place]))
             streams[queue] = work.streams[place]
     computing = merge(span for queue, mine in spans.items() if streams[queue] == COMPUTE for span in mine)

@@ -13,7 +13,7 @@ Gradients are left as between two optimizer steps.
 import functools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,6 @@ from hf_helix.measure.timing import (
     traced,
 )
 from hf_helix.operators.base import OperatorContext, explicit_gradients
-from hf_helix.operators.communication.emulated_link import bare
 from hf_helix.operators.communication.transport import Recorder
 from hf_helix.operators.fused import kernels
 from hf_helix.operators.zero.host_shard import host_memory
@@ -47,11 +46,8 @@ from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, Instructi
 from hf_helix.planning.window.layout import (
     Key,
     Name,
-    named_copies,
-    named_gathers,
     named_operators,
     named_per_step,
-    named_reductions,
 )
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.executor import BoundComputation, BoundTransfer, bind, issue_gather, no_sources
@@ -71,7 +67,7 @@ Times = tuple[dict[Name, list[float]], dict[Name, int]]
 def time_reductions(runner: Runner, repeats: int) -> Times:
     """Returns the times of every gradient reduction of this rank. Collective. The smallest and the largest are timed,
     others lie between by their bytes: a reduction takes a latency and a time per byte."""
-    layout, names = runner.layout, [name for name, _ in named_reductions(runner.layout)]
+    layout, names = runner.layout, runner.layout.reduction_names
     held = {names[number]: layout.reductions[number].bytes for number in layout.reductions_of(runner.rank_units.rank)}
     planned = [bucket for bucket in runner.buckets if bucket.is_planned]
     if not held or not planned:  # the user may have frozen everything here since the layout was made
@@ -108,7 +104,7 @@ def _time_reduction(runner: Runner, bucket: Bucket, repeats: int) -> list[float]
 
 def time_gathers(runner: Runner, repeats: int) -> Times:
     """Returns the times of every weight gather of this rank; of equal lengths the first is timed. Collective."""
-    layout, names = runner.layout, [name for name, _ in named_gathers(runner.layout)]
+    layout, names = runner.layout, runner.layout.gather_names
     streams = runner.executor.streams
     known: dict[tuple[object, int], list[float]] = {}
     seconds: dict[Name, list[float]] = {}
@@ -141,9 +137,7 @@ def time_copies(runner: Runner, repeats: int) -> Times:
     moves = {Kind.UP: lambda: host.up(copy), Kind.DOWN: lambda: host.link.down(on_host, copy)}
     streams, rank = runner.executor.streams, runner.rank_units.rank
     seconds = {kind: time_in_a_row(streams, kind, move, repeats) for kind, move in moves.items()}
-    names: dict[Kind, list[Name]] = {kind: [] for kind in moves}
-    for name, op in named_copies(runner.layout):
-        names[op.kind].append(name)
+    names = {kind: runner.layout.copy_names(kind) for kind in moves}
     planned = [bucket.flat for bucket in runner.buckets if bucket.is_planned]
     flats = dict(zip([names[Kind.DOWN][number] for number in runner.layout.reductions_of(rank)], planned, strict=True))
     for number in runner.layout.gathers_of(rank):
@@ -343,7 +337,7 @@ class Bench:
     def _instruction(self, repeat: int, timed: TimedOperator, ends: bool = False) -> Instruction:
         made = unit_instructions(self.runner.layout, (repeat, timed.unit, timed.op.part is Part.F))
         instruction = next(i for i in made if i.operator is not None and i.operator.name == timed.op.name)
-        return replace(instruction, ends=ends)
+        return instruction._replace(ends=ends)
 
     def _run(self, program: Sequence[Instruction]) -> list[Span]:
         meet(self.runner)
@@ -421,7 +415,6 @@ def _measure(
     spread = {name: max(theirs[name] for _, theirs, *_ in ranks if name in theirs) for name in names}
     like = {name: other for _, _, theirs, _ in ranks for name, other in theirs.items()}
     moved = {name: max(theirs[name] for *_, theirs in ranks if name in theirs) for *_, each in ranks for name in each}
-    without = _without_link(bench)
     measured_pairs = _measure_pairs(bench, times, like, progress) if pairs else {}
     for flat in runner.rank_units.flat_parameters:
         flat.reshard()  # gathered for operators that ran outside a window
@@ -429,9 +422,7 @@ def _measure(
     if runner.layout.num_ranks > 1:  # schedules are chosen by memory
         for mine_of in all_gather_object(operator_memory(runner, window[0])):
             memory |= mine_of
-    return Profile(
-        {**machine(runner), **about}, runner.layout, times, spread, measured_pairs, like, moved, without, memory
-    )
+    return Profile({**machine(runner), **about}, runner.layout, times, spread, measured_pairs, like, moved, memory)
 
 
 def _measure_communication(bench: Bench) -> tuple[dict[Name, list[float]], dict[Name, int]]:
@@ -449,17 +440,6 @@ def _measure_communication(bench: Bench) -> tuple[dict[Name, list[float]], dict[
     for timed in bench.moving:
         seconds[timed.name], sent[timed.name] = bench.time_repeats(timed), bench.bytes_sent(timed)
     return seconds, sent
-
-
-def _without_link(bench: Bench) -> dict[Name, float]:
-    """The times of communication without the emulated link; empty where there is no link."""
-    link = bench.runner.mesh.link
-    if link is None:
-        return {}
-    with bare(link):
-        seconds_by_name, _ = _measure_communication(bench)
-    ranks = all_gather_object({name: statistics.median(seconds) for name, seconds in seconds_by_name.items()})
-    return {name: min(each[name] for each in ranks if name in each) for mine in ranks for name in mine}
 
 
 def _measure_computation(runner: Runner, window: Sequence[MicroBatch]) -> dict[Name, list[float]]:

@@ -453,6 +453,9 @@ class DerivedFamily(Family):
     def context_inputs(self, model: Any, ids: Tensor, positions: Tensor, cut: SequenceCut) -> dict[str, Any]:
         return self._taken(self.calls.tensors(ids, positions), ids, cut)
 
+    def num_positions(self, model: Any) -> int | None:
+        return self.calls.num_positions
+
     def _taken(self, tensors: Mapping[str, Tensor], ids: Tensor, cut: SequenceCut) -> dict[str, Any]:
         """Returns this rank's part of the tensor arguments of layers."""
         inputs = {}

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_helix.config import parse_link
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.plan.link_speeds import link_of
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import runs_one_strand
 from hf_helix.planning.plan.search import chains
 from hf_helix.planning.timing.predict import predict
-from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.timing.profile import EMULATED_LINK, Profile
 from hf_helix.report.figures import COLOURS, EMPTY, FAINT, INK, draw_legend, figure_file
 from hf_helix.report.timeline import (
     Bar,
@@ -83,8 +83,8 @@ def strips_of_plans(profile: Profile, plans: Sequence[Plan]) -> list[Strip]:
 
 def note_of(profile: Profile) -> str:
     """Returns the origin of the times, in words."""
-    link = link_of(profile)
-    return f"emulated link of {link}, predicted from measured operators" if link.rate else "predicted"
+    link = profile.about.get(EMULATED_LINK)
+    return f"emulated link of {parse_link(link)}, predicted from measured operators" if link else "predicted"
 
 
 def _streams(strips: Sequence[Strip]) -> dict[str, str]:

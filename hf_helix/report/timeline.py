@@ -104,7 +104,7 @@ def bars_of_timeline(timeline: Timeline, program: Sequence[Instruction]) -> list
             strand = "F" if op.part is Part.F else "B"
             label = f"{strand}{instruction.microbatch}.{labels[instruction.unit]}.{op.name}"
             times = timeline.starts[place], timeline.ends[place]
-            here = instruction.microbatch, label, *times, op.kind.communicates, work.rank(place)
+            here = instruction.microbatch, label, *times, op.kind.communicates, work.ranks[place]
             bars.append(Bar(op.kind.value, strand, *here))
     return bars
 

@@ -57,7 +57,7 @@ class Streams(ABC):
 
     Attributes:
         trace: the record of a trace while tracing; else None.
-        slots_ahead: how early to issue receives from other ranks, see `build_programs`.
+        slots_ahead: how early to issue receives from other ranks, see `Plan.issue`.
         late: events of copies to the host that may outlast their window; waited for before the next reductions.
         holds_memory: whether an event keeps the memory of its transfer until a wait for the event, not until its end.
     """

@@ -16,10 +16,10 @@ from hf_helix.measure.overlap import Overlap, measure_overlap, time_steps
 from hf_helix.measure.progress import Progress, StageProgress, stage_progress
 from hf_helix.operators.communication.emulated_link import bare
 from hf_helix.planning.plan.plan import Plan
-from hf_helix.planning.plan.registry import make_plan, parse_plan
+from hf_helix.planning.plan.registry import baseline_plan, make_plan, parse_plan
 from hf_helix.planning.schedule.actions import Schedule
 from hf_helix.planning.timing.predict import predict
-from hf_helix.planning.timing.profile import Profile, rough_profile
+from hf_helix.planning.timing.profile import Profile
 from hf_helix.runtime.cuda_graphs import WindowGraphs
 from hf_helix.runtime.distributed.agreement import all_gather_object, decide_on_rank_0
 from hf_helix.runtime.microbatch import MicroBatch
@@ -59,9 +59,10 @@ def plan_runners(
     return {rule: runner.with_plan(plan) for rule, plan in plans.items()}
 
 
-def baseline_runner(runner: Runner, num_microbatches: int) -> Runner:
-    """Returns a runner with the plan `sequential`, which needs no measurement. Collective."""
-    return plan_runners(runner, [BASELINE], rough_profile(runner.rank_units.layout), num_microbatches)[BASELINE]
+def baseline_runner(runner: Runner) -> Runner:
+    """Returns a runner with the plan `sequential`, which needs no measurement."""
+    plan = runner.plan
+    return runner.with_plan(baseline_plan(runner.rank_units.layout, model=plan.model, mesh=plan.mesh))
 
 
 def make_plans(
@@ -130,7 +131,7 @@ def compare(
     """Times a window under the plan of every rule and under the runner's own, in turn; on an emulated link, without the
     link, too. Operators are measured where no profile is given. `graphs` as of `measure_overlap`. Collective."""
     if profile is None:
-        profile = measure_profile(baseline_runner(runner, len(window)), window)
+        profile = measure_profile(baseline_runner(runner), window)
     chosen = runner.plan.rule
     others = [rule for rule in dict.fromkeys(rules) if rule != chosen]
     runners = {**plan_runners(runner, others, profile, len(window)), chosen: runner}
@@ -153,7 +154,7 @@ def calibrate_link(runner: Runner, window: Sequence[MicroBatch], repeats: int = 
     link = runner.mesh.link
     assert link is not None
     # Computation is that of one strand at a time, which comparisons of plans go by, too.
-    alone = baseline_runner(runner, len(window))
+    alone = baseline_runner(runner)
     with bare(link):
         before = link.out.bytes
         alone.train_window(window)

@@ -77,8 +77,9 @@ def tune(
         graphs: the CUDA graphs of the run, which time candidates as replays; see `measure_overlap`.
     """
     if profile is None:
-        base = baseline_runner(runner, len(window))
-        profile = measure_profile(base, window, about, progress=stage_progress(progress, "measuring operators"))
+        profile = measure_profile(
+            baseline_runner(runner), window, about, progress=stage_progress(progress, "measuring operators")
+        )
     schedulers = schedules(profile) if schedules else [runner.scheduler]
     by_rule = plan_runners(runner, tier.rules, profile, num_microbatches or len(window), progress, tier.search_share)
     runners = {

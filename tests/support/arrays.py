@@ -35,7 +35,7 @@ def arrays_of(program: Sequence[Instruction], layout: Layout, times: Times) -> W
         KeyError: `times` lacks an operator.
     """
     numbers: dict[tuple[str, str], int] = {}
-    arrays = WindowArrays([], [], [], [], [])
+    arrays = WindowArrays([], [], [], [], [], [], [], [])
     writers: dict[tuple[int, object], int] = {}
     forwards: dict[tuple[int, int, str], int] = {}
     pending: dict[int, list[int]] = {}
@@ -48,7 +48,7 @@ def arrays_of(program: Sequence[Instruction], layout: Layout, times: Times) -> W
     for place, instruction in enumerate(program):
         op, rank = instruction.operator, layout.rank_of(instruction.unit)
         if op is None:
-            arrays.append(COMPUTE, 0.0, pending.pop(rank, []), rank)
+            arrays.append_barrier(pending.pop(rank, []), rank)
             continue
         name = entry_of(instruction, layout)
         microbatch = instruction.microbatch

@@ -26,6 +26,7 @@ from typing import Any
 import torch.distributed as dist
 from invariant.classes import CASES, Case
 from support.models import tiny
+from support.programs import build_programs
 from support.tuning_jobs import hasty
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -48,7 +49,7 @@ from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.planning.timing.sizes import Sizes, size_text
 from hf_helix.planning.window.layout import Layout
-from hf_helix.planning.window.program import build_program, build_programs
+from hf_helix.planning.window.program import build_program
 from hf_helix.runtime.distributed.pipe import Pipe
 
 PLANS = ("sequential", "round_robin", "greedy", "search", "dhelix")

@@ -13,7 +13,7 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -261,17 +261,37 @@ def _masks_by_kind(config: Any, by_positions: bool) -> Any:
     return {kind: known[kind] for kind in config.layer_types}
 
 
+class Lookup(NamedTuple):
+    """The ids that were looked up in a table, and the number of its rows."""
+
+    ids: Tensor
+    rows: int
+
+
+def _count_positions(looked_up: Sequence[Lookup]) -> int | None:
+    """Returns how many positions, from 0, have a row in every table of positions; None without such a table. On the
+    meta device, where ids have no values, a table of positions has a row for each token of the example."""
+    counts = []
+    for ids, rows in looked_up:
+        if ids.is_meta:
+            counts += [rows] if rows >= EXAMPLE_LENGTH else []
+        elif ids.shape[-1] == EXAMPLE_LENGTH:
+            first, last = (ids - torch.arange(EXAMPLE_LENGTH, device=ids.device)).aminmax()
+            counts += [rows - int(first)] if first == last else []
+    return min(counts, default=None)
+
+
 @contextlib.contextmanager
-def _narrow_lookups() -> Iterator[list[Tensor]]:
+def _narrow_lookups() -> Iterator[list[Lookup]]:
     """Returns the context in which lookups in tables of positions give one feature, as the embeddings have one feature,
     and norms and projections of embeddings return their value.
 
-    Only the first pipeline rank has these tables. Yields the list of ids looked up.
+    Only the first pipeline rank has these tables. Yields the list of lookups.
     """
-    looked_up: list[Tensor] = []
+    looked_up: list[Lookup] = []
 
     def embedding(ids: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        looked_up.append(ids)
+        looked_up.append(Lookup(ids, weight.shape[0]))
         return weight.new_zeros((*ids.shape, 1), device=ids.device)  # a table may lie on the meta device
 
     def unchanged(value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -311,6 +331,7 @@ class LayerCalls:
     Attributes:
         decoder: the submodule that calls the layers.
         calls: the arguments of each layer.
+        num_positions: how many positions have a row in the tables of positions; None without tables.
         has_rows: whether the embedding needs the positions of every row of a batch: the code reads other tables
             besides, or computes with positions.
         count: from the ids and the mask of a batch to the positions that the decoder counts by them; None for plain
@@ -330,7 +351,8 @@ class LayerCalls:
         self._pad = getattr(base.config.get_text_config(), "pad_token_id", None)
         second, _ = self._record_either(EXAMPLE_BATCH + 1, EXAMPLE_LENGTH + 3)
         first, looked_up = self._record(EXAMPLE_BATCH, EXAMPLE_LENGTH)
-        self.has_rows = makes_masks or any(len(ids) > 1 for ids in looked_up)
+        self.has_rows = makes_masks or any(len(each.ids) > 1 for each in looked_up)
+        self.num_positions = _count_positions(looked_up)
         self._names: dict[int, str] = {}  # by `id`; the tensors live until all are named
         self._wanted: dict[int, list[tuple[str, int]]] = {}
         masked = self._places_of_mask()
@@ -354,7 +376,7 @@ class LayerCalls:
     def _device(self) -> torch.device:
         return next((b.device for b in self.decoder.module.buffers()), torch.device("cpu"))
 
-    def _record_either(self, batch: int, length: int) -> tuple[dict[int, Any], list[Tensor]]:
+    def _record_either(self, batch: int, length: int) -> tuple[dict[int, Any], list[Lookup]]:
         """Records with stubs that return hidden states or, where the code takes the first of these, a tuple, or, where
         the code unpacks them, a pair; see `Decoder`.
 
@@ -371,7 +393,7 @@ class LayerCalls:
             self.decoder.rest = (None,)
             return self._record(batch, length)
 
-    def _record(self, batch: int, length: int) -> tuple[dict[int, Any], list[Tensor]]:
+    def _record(self, batch: int, length: int) -> tuple[dict[int, Any], list[Lookup]]:
         device = self._device
         positions = torch.arange(length, device=device).expand(batch if self._makes_masks else 1, -1)
         try:
@@ -392,11 +414,11 @@ class LayerCalls:
         layers: Collection[int] | None = None,
         by_ids: bool = False,
         with_masks: bool = False,
-    ) -> tuple[dict[int, Any], list[Tensor]]:
+    ) -> tuple[dict[int, Any], list[Lookup]]:
         """Runs the decoder until some layers are called; None for all layers.
 
         Returns:
-            The arguments of every layer that was called, and the ids looked up in tables of positions.
+            The arguments of every layer that was called, and the lookups in tables of positions.
         """
         wanted = set(range(len(self.decoder.layers)) if layers is None else layers)
         calls: dict[int, Any] = {}
@@ -447,7 +469,7 @@ class LayerCalls:
         leaves = [tree_leaves(list(calls.values())) for calls, _ in runs]
         known = [place for place, leaf in enumerate(leaves[0]) if isinstance(leaf, Tensor)]
         return [
-            [*looked_up, *(of_run[place] for place in known)]
+            [*(each.ids for each in looked_up), *(of_run[place] for place in known)]
             for of_run, (_, looked_up) in zip(leaves, runs, strict=True)
         ]
 

@@ -80,5 +80,4 @@ def recompute_profile(profile: Profile, mode: str) -> Profile:
         spread={name: profile.spread.get(source, 0.0) for name, source in sources.items()},
         like={name: other for name, other in like.items() if other != name},
         bytes={name: profile.bytes[source] for name, source in sources.items() if source in profile.bytes},
-        bare={name: profile.bare[source] for name, source in sources.items() if source in profile.bare},
     )

@@ -49,15 +49,6 @@ class Block:
             f"{letter}.{name}" for letter, name in (("F", self.forward), ("B", self.backward)) if name is not None
         )
 
-    @classmethod
-    def parse(cls, text: str) -> Block:
-        """The block of its text form. Raises ValueError."""
-        parts = [part.strip().partition(".") for part in text.split("|")]
-        sides = {letter: name for letter, _, name in parts if name}
-        if len(sides) != len(parts) or not sides.keys() <= {"F", "B"}:
-            raise ValueError(f"not a block: {text!r}; one looks like 'F.layer | B.layer'")
-        return cls(sides.get("F"), sides.get("B"))
-
     def graphs(self, pairs: Mapping[str, GraphPair]) -> tuple[Graph | None, Graph | None]:
         """The forward graph and the backward graph of the block."""
         forward = pairs[self.forward].forward if self.forward else None
@@ -111,8 +102,8 @@ class BlockPlan(Plan):
         end. A rank's order does not depend on the other ranks."""
         asked = [slots if rank in (None, number) else [] for number, slots in enumerate(schedule)]
         window = Window(asked, layout)
-        blocks = _Blocks(self, window)
-        return OrderedWindow(window, [_order(slots, window, blocks, slots_ahead) for slots in asked])
+        orders = _Orders(self, window)
+        return OrderedWindow(window, [orders.of_rank(slots, slots_ahead) for slots in asked])
 
     def data(self) -> Any:
         """The entries of every block."""
@@ -121,47 +112,45 @@ class BlockPlan(Plan):
     @classmethod
     def fields_from(cls, data: Any, pairs: Mapping[str, GraphPair]) -> dict[str, Any]:
         """The orders of a file, each checked."""
-        orders = {Block.parse(name): tuple(order) for name, order in data.items()}
-        wanted = {str(block): block for block in all_blocks(pairs)}
-        check_known(map(str, orders), wanted, "block")
+        wanted, orders = {str(block): block for block in all_blocks(pairs)}, {}
+        check_known(data, wanted, "block")
         for name, block in wanted.items():
-            if block not in orders:
+            if name not in data:
                 raise ValueError(f"block {name!r} is missing")
+            orders[block] = tuple(data[name])
             validate_order(orders[block], *block.graphs(pairs), block=block)
         return {"orders": orders}
 
 
-def _order(slots: Sequence[Slot], window: Window, blocks: _Blocks, slots_ahead: int) -> list[int]:
-    """The order of a rank."""
-    order: list[int] = []
-    issued = 0
-    for number, slot in enumerate(slots):
-        for coming in slots[issued : number + 1 + slots_ahead]:
-            order += _transfers(coming, window, receives=True)
-        issued = number + 1 + slots_ahead
-        for forward, backward in blocks_of(slot, window.layout):
-            order += blocks.order(slot, forward, backward)
-        order += _transfers(slot, window, receives=False)
-    return order
-
-
-def _transfers(slot: Slot, window: Window, receives: bool) -> list[int]:
-    """The receives or the sends of a slot."""
-    return [
-        window.at[microbatch][index]
-        for (microbatch, unit, _), action in transfers_of(slot, window.layout, receives)
-        for index in window.pattern.of(unit, action.computation_type)
-    ]
-
-
-class _Blocks:
+class _Orders:
     """The orders of a plan's blocks as places in a window."""
 
     def __init__(self, plan: BlockPlan, window: Window) -> None:
         self._plan, self._window = plan, window
         self._known: dict[tuple[int | None, int | None, str], list[tuple[bool, int]]] = {}
 
-    def order(self, slot: Slot, forward: UnitPass | None, backward: UnitPass | None) -> list[int]:
+    def of_rank(self, slots: Sequence[Slot], slots_ahead: int) -> list[int]:
+        """The order of a rank."""
+        order: list[int] = []
+        issued = 0
+        for number, slot in enumerate(slots):
+            for coming in slots[issued : number + 1 + slots_ahead]:
+                order += self._transfers(coming, receives=True)
+            issued = number + 1 + slots_ahead
+            for forward, backward in blocks_of(slot, self._window.layout):
+                order += self._of_block(slot, forward, backward)
+            order += self._transfers(slot, receives=False)
+        return order
+
+    def _transfers(self, slot: Slot, receives: bool) -> list[int]:
+        """The receives or the sends of a slot."""
+        return [
+            self._window.at[microbatch][index]
+            for (microbatch, unit, _), action in transfers_of(slot, self._window.layout, receives)
+            for index in self._window.pattern.of(unit, action.computation_type)
+        ]
+
+    def _of_block(self, slot: Slot, forward: UnitPass | None, backward: UnitPass | None) -> list[int]:
         """The order of a block of a slot."""
         at, unit = self._window.at, (forward or backward or (0, -1, True))[1]
         sides = [at[each[0]] if each else [] for each in (backward, forward)]

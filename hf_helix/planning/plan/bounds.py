@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from hf_helix.config import parse_link
 from hf_helix.planning.graph.operator import Graph, Kind, Part
 from hf_helix.planning.schedule.actions import Schedule, num_microbatches_of, without_microbatches
-from hf_helix.planning.timing.profile import EMULATED_LINK, REDUCTIONS_OVER, Profile, seconds_per_step
-from hf_helix.planning.window.layout import Layout, names_per_step
+from hf_helix.planning.timing.profile import EMULATED_LINK, REDUCTIONS_OVER, Profile
+from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.window import STREAMS, Window, WindowArrays
 
 
@@ -41,14 +41,17 @@ def _link_loads(profile: Profile, arrays: WindowArrays, rank: int, count: int) -
     moving = {kind: load for kind, load in arrays.loads_of(rank).items() if kind not in (Kind.COMPUTE, Kind.PIPELINE)}
     yield from ((kind.value, count * load) for kind, load in moving.items())
     emulated, own = profile.about.get(EMULATED_LINK), Kind.GRADIENTS.value
-    yield own if emulated else profile.about.get(REDUCTIONS_OVER, own), seconds_per_step(profile, rank, count)
+    layout = profile.layout
+    once = (each for each in layout.per_step if each.rank == rank and not each.op.kind.copies)
+    names = [each.name for each in once for _ in range(count if each.reduction in layout.reduced_often else 1)]
+    yield own if emulated else profile.about.get(REDUCTIONS_OVER, own), sum(profile.times[name] for name in names)
     if emulated:
         streams = {STREAMS.index(kind) for kind in moving if not kind.copies}
         mine = (
-            place for place in range(len(arrays)) if arrays.rank(place) == rank and arrays.streams[place] in streams
+            place for place in range(len(arrays)) if arrays.ranks[place] == rank and arrays.streams[place] in streams
         )
         sent = count * sum(profile.bytes.get(arrays.names[arrays.entries[place]], 0) for place in mine)
-        sent += sum(profile.bytes.get(name, 0) for name in names_per_step(profile.layout, rank, count))
+        sent += sum(profile.bytes.get(name, 0) for name in names)
         yield "all", parse_link(emulated).seconds(sent)
 
 
@@ -69,7 +72,7 @@ def _critical_path(arrays: WindowArrays, layout: Layout, strand: str, rank: int)
     """Seconds of the critical paths through all repeating units of a strand of a rank."""
     names = [arrays.names[entry] for entry in arrays.entries]
     seconds = dict(zip(names, arrays.seconds, strict=True))
-    passes = Counter(name for place, name in enumerate(names) if arrays.rank(place) == rank)
+    passes = Counter(name for place, name in enumerate(names) if arrays.ranks[place] == rank)
     total = 0.0
     for unit, pair in layout.graphs.items():
         graph = pair.forward if strand == "F" else pair.backward

@@ -84,7 +84,7 @@ class ListScheduler:
         self.window = window = Window(schedule, layout)
         self.arrays = window.arrays(times)
         shares = {name: shares_of(pair) for name, pair in layout.graphs.items() if pair.forward.repeats}
-        memory = [activation_memory(window.pattern, layout, shares, recomputed) for recomputed in (False, True)]
+        memory = activation_memory(window.pattern, layout, shares)
         self.kept, self.recomputed = (
             ActivationMemory(window.per_place(each.alloc), window.per_place(each.free)) for each in memory
         )
@@ -274,18 +274,17 @@ def _last_backward(window: Window, arrays: WindowArrays, deferred: int) -> Itera
     step = 3 * SMALL * longest  # more than the differences within a unit
     # of both halves of a split backward, the pass of the last micro-batch
     passes = {(made.unit, made.computation_type): made for made in window.passes if made.computation_type != "F"}
-    for rank in range(layout.num_ranks):
-        units = [unit for unit in layout.units_of(rank) if not layout.transfers(unit)]
-        before = {unit: len(units) - 1 - place for place, unit in enumerate(units)}
-        last = set(units[:deferred])
-        for made in passes.values():
-            if made.unit not in before:
-                continue
-            for place, index in enumerate(made.indices, made.start):
-                is_weight = operators[index].part is Part.W
-                units_before = before[made.unit] + (len(units) if is_weight and made.unit in last else 0)
-                own = arrays.seconds[place] + (longest if is_weight else 0.0)
-                yield place, SMALL * own + step * units_before
+    held = [[u for u in layout.units_of(rank) if not layout.transfers(u)] for rank in range(layout.num_ranks)]
+    for made in passes.values():
+        if layout.transfers(made.unit):
+            continue
+        units = held[layout.rank_of(made.unit)]
+        turn = units.index(made.unit)
+        for place, index in enumerate(made.indices, made.start):
+            is_weight = operators[index].part is Part.W
+            units_before = len(units) - 1 - turn + (len(units) if is_weight and turn < deferred else 0)
+            own = arrays.seconds[place] + (longest if is_weight else 0.0)
+            yield place, SMALL * own + step * units_before
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------

@@ -17,14 +17,14 @@ layer counts as an equal part of the layer's activations; all activations of a m
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
 from hf_helix.planning.graph.backward import GraphPair, differentiated
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.schedule.actions import Action, Schedule, Slot
-from hf_helix.planning.window.instructions import UnitPass
+from hf_helix.planning.window.instructions import UnitPass, unit_passes
 from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.window import NONE, Pattern, Window, WindowArrays
 
@@ -62,19 +62,15 @@ class Precedence:
         self._window, self._kept = window, kept
         pattern = window.pattern
         self._chains = {key: _Chain(span, pattern, kept, recomputed) for key, span in pattern.spans.items()}
-        passes = self._keep_order(layout)
+        self._keep_order(layout)
         for slots in schedule:
             strands = _without_weights(slots)
             for forward in (True, False):
-                self._follow(_strand(strands, forward), layout, passes)
-            self._keep_step(strands, layout, passes)
+                self._follow(_strand(strands, forward), layout)
+            self._keep_step(strands, layout)
 
-    def _keep_order(self, layout: Layout) -> set[UnitPass]:
-        """Adds edges for accumulation and transfers in the order of micro-batches, and for weight gradients.
-
-        Returns:
-            The passes through units, without passes of weight gradients alone.
-        """
+    def _keep_order(self, layout: Layout) -> None:
+        """Adds edges for accumulation and transfers in the order of micro-batches, and for weight gradients."""
         window, needs = self._window, self.needs
         after = window.pattern.ordered_after
         turns = _turns(window.pattern, layout)
@@ -82,7 +78,6 @@ class Precedence:
         weights: list[list[list[int]]] = [[[], []] for _ in range(layout.num_ranks)]  # W of every unit in backward
         last = [NONE] * len(after)  # the place of each instruction for the micro-batch before
         added: dict[tuple[str, int], int] = {}
-        passes: set[UnitPass] = set()
         for microbatch, unit, computation_type, start, indices in window.passes:
             forward = computation_type == "F"
             at, in_turn = window.at[microbatch], not forward or layout.transfers(unit)
@@ -103,11 +98,8 @@ class Precedence:
                 mine.append([place for place, index in enumerate(indices, start) if operators[index].part is Part.W])
                 for place in mine[-1]:
                     needs[place] += before
-            if computation_type != "W" and self._chains[unit, forward].indices:
-                passes.add((microbatch, unit, forward))
-        return passes
 
-    def _follow(self, strand: Strand, layout: Layout, passes: Collection[UnitPass]) -> None:
+    def _follow(self, strand: Strand, layout: Layout) -> None:
         """Adds the edges from unit to unit of a strand.
 
         The embedding of the next micro-batch may run concurrently with the head, but a strand never has two layers
@@ -116,7 +108,7 @@ class Precedence:
         paths: list[list[UnitPass]] = []
         number = -1
         for place, (action, doubles) in enumerate(strand):
-            path = [each for each in _unit_passes(action, layout) if each in passes]
+            path = [each for each in unit_passes(action, layout) if self._chains[each[1:]].indices]
             earlier = (paths[place - 2] if place > 1 else []) if doubles else (paths[place - 1] if place else [])
             whole = earlier + path
             for index in range(len(earlier), len(whole)):
@@ -131,13 +123,13 @@ class Precedence:
                 for place in inside:
                     self.action[place], self.ahead[place] = number, ahead
 
-    def _keep_step(self, slots: Sequence[Slot], layout: Layout, passes: Collection[UnitPass]) -> None:
+    def _keep_step(self, slots: Sequence[Slot], layout: Layout) -> None:
         """Adds edges: a slot begins after the end of all earlier slots but the last."""
         for place, slot in enumerate(slots):
             for action in slot.actions:
-                first = _unit_passes(action, layout)[:1]  # a single rank may have a chunk without units
+                first = unit_passes(action, layout)[:1]  # a single rank may have a chunk without units
                 for before in slots[max(0, place - 3) : max(0, place - 1)]:
-                    for last in (_unit_passes(earlier, layout)[-1:] for earlier in before.actions):
+                    for last in (unit_passes(earlier, layout)[-1:] for earlier in before.actions):
                         if first and last:
                             self._enter_after(first[0], last[0])
 
@@ -218,13 +210,6 @@ def _strand(slots: Sequence[Slot], forward: bool) -> list[tuple[Action, bool]]:
     return actions
 
 
-def _unit_passes(action: Action, layout: Layout) -> list[UnitPass]:
-    """The passes through units of an action, in its order, without transfers."""
-    forward = action.computation_type == "F"
-    units = [unit for unit in layout.chunks[action.stage] if not layout.transfers(unit)]
-    return [(action.microbatch, unit, forward) for unit in (units if forward else reversed(units))]
-
-
 def _both_repeat(layout: Layout, *passes: UnitPass) -> bool:
     return all(layout.graphs[layout.units[unit]].forward.repeats for _, unit, _ in passes)
 
@@ -265,30 +250,28 @@ class ActivationMemory:
 
 
 def activation_memory(
-    pattern: Pattern, layout: Layout, shares: Mapping[str, Shares], recomputed: bool
-) -> ActivationMemory:
-    """Returns the activations that a pattern's instructions allocate and free: recomputed ones, or those kept by
-    forward; `shares` are those of every repeating unit, see `shares_of`."""
-    alloc, free = [0.0] * len(pattern.operators), [0.0] * len(pattern.operators)
+    pattern: Pattern, layout: Layout, shares: Mapping[str, Shares]
+) -> tuple[ActivationMemory, ActivationMemory]:
+    """Returns the activations kept by forward, and the recomputed ones; `shares` are those of every repeating unit, see
+    `shares_of`."""
+    count = len(pattern.operators)
+    kept, recomputed = (ActivationMemory([0.0] * count, [0.0] * count) for _ in range(2))
     for index, (instruction, op) in enumerate(zip(pattern.instructions, pattern.operators, strict=True)):
         held = shares.get(layout.units[instruction.unit], {})
         if op.kind is not Kind.COMPUTE or op.forward_name not in held:
             continue
         share, source = held[op.forward_name]
         if op.part is Part.R:
-            alloc[index] = sum(each for each, name in held.values() if name == op.forward_name) if recomputed else 0.0
-        elif bool(source) is not recomputed:
-            continue
+            recomputed.alloc[index] = sum(each for each, name in held.values() if name == op.forward_name)
         elif op.part is Part.F:
-            alloc[index] = 0.0 if recomputed else share
-        elif op.part in (Part.I, Part.W):
+            kept.alloc[index] = 0.0 if source else share
+        else:
             # An I leaves the gradients that its W reads, for example of gate and up: a negative `free`
             # and not as `alloc`: a delayed backward could deadlock.
             gradients = sum(value.startswith("d.") for value in op.reads)
-            free[index] = (1 + gradients if op.part is Part.W else -gradients) * share
-        else:
-            free[index] = share
-    return ActivationMemory(alloc, free)
+            shares_freed = {Part.I: -gradients, Part.W: 1 + gradients}.get(op.part, 1)
+            (recomputed if source else kept).free[index] = shares_freed * share
+    return kept, recomputed
 
 
 def peak_layers(slots: Sequence[Slot], layout: Layout, kept: Mapping[str, float]) -> float:

@@ -52,24 +52,22 @@ Progress = Callable[[float], object]
 """Called with the finished part of a search, from 0 to 1."""
 
 
-def greedy(profile: Profile, extra_live_layers: int | None = None) -> Priorities:
-    """Priorities without a search: the earliest start, then the shortest operator; weight gradients last. By default a
-    layer of activations is alive beyond one strand; on several ranks none, as fused slots already keep one more layer
-    (paper, section 6.5)."""
+def greedy(profile: Profile) -> Priorities:
+    """Priorities without a search: the earliest start, then the shortest operator; weight gradients last. A layer of
+    activations is alive beyond one strand; on several ranks none, as fused slots already keep one more layer (paper,
+    section 6.5)."""
     times = {name: profile.times[name] for name, _ in named_operators(profile.layout)}
     longest = max(times.values())
     priority = {
         name: 1e-3 * (times[name] + (longest if op.part is Part.W else 0.0))
         for name, op in named_operators(profile.layout)
     }
-    usual = EXTRA_LIVE_LAYERS if profile.layout.num_ranks == 1 else 0
-    return Priorities(times, priority, usual if extra_live_layers is None else extra_live_layers)
+    return Priorities(times, priority, EXTRA_LIVE_LAYERS if profile.layout.num_ranks == 1 else 0)
 
 
 def search(
     profile: Profile,
     schedule: Schedule | None = None,
-    extra_live_layers: int | None = None,
     progress: Progress | None = None,
     search_share: float = 1.0,
 ) -> Priorities:
@@ -78,7 +76,7 @@ def search(
     periodic = Periodic(schedule or usual_schedule(profile.layout))
     usual = periodic.keep(min(JUDGED, periodic.periods)) if periodic.periods else periodic.schedule
 
-    first = defer_weight_gradients(greedy(profile, extra_live_layers), profile, usual)
+    first = defer_weight_gradients(greedy(profile), profile, usual)
     cost = _Cost(first, profile, profile.layout.without_gathers, usual)
     candidates = [(first, cost.of(first))]
 

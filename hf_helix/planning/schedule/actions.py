@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 _ACTION = re.compile(r"^(\d+)([FBIW])(\d+)$")
 _FUSED = re.compile(r"^\((\d+F\d+);(\d+[BIW]\d+)\)OVERLAP_F_B$")
@@ -24,8 +23,7 @@ PARTS = {"F": "F", "B": "IW", "I": "I", "W": "W"}
 """The parts of each computation type: the full backward is an input gradient and a weight gradient."""
 
 
-@dataclass(frozen=True, order=True)
-class Action:
+class Action(NamedTuple):
     """One micro-batch through one virtual stage."""
 
     stage: int  # the virtual stage
@@ -37,7 +35,7 @@ class Action:
 
     def later(self, count: int) -> Action:
         """The same action `count` micro-batches later."""
-        return Action(self.stage, self.computation_type, self.microbatch + count)
+        return self._replace(microbatch=self.microbatch + count)
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -47,22 +45,15 @@ class Action:
         return cls(int(match[1]), match[2], int(match[3]))
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """A forward action, a backward action, or both at once."""
 
     forward: Action | None = None
     backward: Action | None = None
 
-    def __post_init__(self) -> None:
-        if (self.forward and self.forward.computation_type != "F") or (
-            self.backward and self.backward.computation_type not in "BIW"
-        ):
-            raise ValueError(f"a slot runs an F beside a B, I or W; got {self.forward} and {self.backward}")
-
-    @cached_property
+    @property
     def actions(self) -> tuple[Action, ...]:
-        return tuple(action for action in (self.forward, self.backward) if action is not None)
+        return tuple([action for action in self if action is not None])
 
     @property
     def fused(self) -> bool:

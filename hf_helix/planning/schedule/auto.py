@@ -24,7 +24,7 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
@@ -116,10 +116,10 @@ def _repeated(clock: SlotClock, starts: Mapping[Action, float], period: float) -
         for number in range(clock.num_microbatches)
     ]
     for _, _, number, action in sorted(times):
-        row, action = rows[clock.ranks[action.stage]], replace(action, microbatch=number)
-        joined = replace(action, computation_type="I")
+        row, action = rows[clock.ranks[action.stage]], action.later(number)
+        joined = action._replace(computation_type="I")
         if action.computation_type == "W" and row and row[-1].backward == joined:
-            row[-1] = Slot(backward=replace(action, computation_type="B"))
+            row[-1] = Slot(backward=action._replace(computation_type="B"))
         else:
             row.append(Slot.alone(action))
     return rows
@@ -136,28 +136,21 @@ def choose_schedule(
     num_ranks: int,
     num_microbatches: int,
     costs: Costs,
-    max_live: int | None = None,
     search: bool = True,
     limit: MemoryLimit | None = None,
     placement: str = FOLD,
 ) -> tuple[str, Schedule]:
     """Returns the fastest schedule found that fits, and its label: a name, or `SEARCHED`. If none fits, the
-    schedule with the least excess.
+    schedule with the least excess. No schedule has more activations alive at once on a rank than the larger maximum of
+    `folded_1f1b` and `dualpipe_v`, or of the periodic schedules.
 
     Args:
-        max_live: activations, each of one stage and micro-batch, alive at once on a rank; None for the larger maximum
-            of `folded_1f1b` and `dualpipe_v`, or of the periodic schedules.
         search: whether to try many policies and to improve the best schedules, which takes seconds in long windows;
             else the choice is among the named schedules and two list schedules.
         limit: of the memory; None without a limit. If the memory of operators is unknown, the choice is among the named
             schedules.
         placement: `fold`, or `spread`: then the choice is among periodic schedules.
-
-    Raises:
-        ValueError: `max_live` is less than 2.
     """
-    if max_live is not None and max_live < 2:
-        raise ValueError(f"max_live={max_live} is too few: a micro-batch leaves 2 activations on a rank; use 2 or more")
     ranks = stage_ranks(placement, num_ranks)
     clock = SlotClock(ranks, costs, num_microbatches)
 
@@ -173,10 +166,8 @@ def choose_schedule(
     else:
         found = periodic_schedules(ranks, costs, num_microbatches, FINALISTS)
         candidates = [run(SEARCHED, each) for each in found]
-    if max_live is None:
-        max_live = max(max(simulated.live) for _, simulated in candidates)
-    candidates = [(label, simulated) for label, simulated in candidates if max(simulated.live) <= max_live]
-    if limit is None or limit.passes is not None or not candidates:
+    max_live = max(max(simulated.live) for _, simulated in candidates)
+    if limit is None or limit.passes is not None:
         if placement == FOLD:
             policies = (_policies if search else _usual_policies)(num_ranks, num_microbatches, costs, max_live)
             candidates.append(run(SEARCHED, _listed(clock, policies)))
@@ -376,8 +367,9 @@ def improve_schedule(schedule: Schedule, clock: SlotClock, max_live: int, limit:
     """Returns the fastest schedule of a random walk of small changes.
 
     A list schedule never revises a choice, although the best choice for a slot can be bad for later slots; this walk
-    does. Without clock, hash or transcendental function, the walk is equal on every machine. `max_live` and `limit` are
-    as of `choose_schedule`.
+    does. Without clock, hash or transcendental function, the walk is equal on every machine. At most
+    `max_live` activations, each of one stage and micro-batch, are alive at once on a rank; `limit` is as of
+    `choose_schedule`.
     """
     rows = [[clock.timed(slot) for slot in slots] for slots in schedule]
     run = clock.run(rows)

@@ -10,8 +10,9 @@ layer's activations more. A value sent to another stage is freed when the next t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import zip_longest
 
 from hf_helix.planning.graph.backward import RECEIVE
@@ -92,15 +93,16 @@ class Passes:
     ) -> None:
         self._operators, self._layout, self._handed_on = operators, layout, handed_on
         self._turns = {name: turn for turn, name in enumerate(operators)}
-        self._known: dict[tuple[str, str], _Pass] = {}
-        self._of_slots: dict[tuple[object, ...], list[_Pass]] = {}
+        self._through, self._of_stages = cache(self._counted), cache(self._merged)
         entries = (op for pair in layout.graphs.values() for _, op in pair.entries())
         self._ahead = max((op.ahead for op in entries), default=0)  # units
         self._more = self._largest_layer() if two_strands else 0
 
     def peak(self, slots: Iterable[Slot]) -> Peak:
         """Returns the peak of a rank's slots, gradients apart."""
-        turns = [change for slot in slots for change in self._of_slot(slot)]
+        turns: list[_Pass] = []
+        for slot in slots:
+            turns += self._of_stages(slot.forward and slot.forward.stage, slot.backward and slot.backward[:2])
         coming = deque(change.gathered for change in turns if change.gathered)
         alive = weights = sum(coming.popleft() for _ in range(min(self._ahead, len(coming))))
         sent = most = then = 0
@@ -118,36 +120,22 @@ class Passes:
             weights += change.weights
         return Peak(most - then + self._more, then)
 
-    def _through(self, unit: int, computation_type: str) -> _Pass:
-        """Returns the pass through a unit, shared by all units of its name."""
-        key = self._layout.units[unit], computation_type
-        if key not in self._known:
-            self._known[key] = self._counted(unit, computation_type)
-        return self._known[key]
-
-    def _of_slot(self, slot: Slot) -> list[_Pass]:
-        """Returns the passes of a slot, equal for all micro-batches."""
-        forward, backward = slot.forward, slot.backward
-        key = forward and forward.stage, backward and (backward.stage, backward.computation_type)
-        if key not in self._of_slots:
-            self._of_slots[key] = _merged(self._through(*turn) for turn in _turns(self._layout, slot))
-        return self._of_slots[key]
-
     def _largest_layer(self) -> int:
         """Returns the largest peak of a pass through a layer."""
-        layers = [unit for unit, name in enumerate(self._layout.units) if self._layout.graphs[name].forward.repeats]
-        return max((self._through(unit, part).peak for unit in layers for part in PARTS_OF), default=0)
+        layers = [name for name in self._layout.units if self._layout.graphs[name].forward.repeats]
+        return max((self._through(name, part).peak for name in layers for part in PARTS_OF), default=0)
 
-    def _counted(self, unit: int, computation_type: str) -> _Pass:
-        layout, forward = self._layout, computation_type == "F"
-        if layout.transfers(unit):
+    def _counted(self, name: str, computation_type: str) -> _Pass:
+        """The pass through a unit of a name."""
+        pair, forward = self._layout.graphs[name], computation_type == "F"
+        if pair.forward.transfers:
             if computation_type == "W":
                 return _Pass()
             passed = self._handed_on
-            taken = forward == layout.units[unit].startswith(RECEIVE)
+            taken = forward == name.startswith(RECEIVE)
             return _Pass(passed, passed, is_transfer=True) if taken else _Pass(-passed, is_transfer=True)
-        parts, name = PARTS_OF[computation_type], layout.units[unit]
-        ops = {(name, entry): op for entry, op in layout.graphs[name].entries() if op.part in parts}
+        parts = PARTS_OF[computation_type]
+        ops = {(name, entry): op for entry, op in pair.entries() if op.part in parts}
         whole = _Pass()
         for each in sorted(ops, key=self._turns.__getitem__):
             usage = self._operators[each]
@@ -157,22 +145,17 @@ class Passes:
                 whole = whole.then(_Pass(usage.delta, usage.peak, usage.weights))
         return whole
 
-
-def _merged(passes: Iterable[_Pass]) -> list[_Pass]:
-    """Returns the fewest equivalent passes: adjacent passes are composed unless a transfer or a gather separates."""
-    found: list[_Pass] = []
-    for change in passes:
-        if found and not (found[-1].is_transfer or change.is_transfer or change.gathered):
-            found[-1] = found[-1].then(change)
-        else:
-            found.append(change)
-    return found
-
-
-def _turns(layout: Layout, slot: Slot) -> Iterator[tuple[int, str]]:
-    """Yields the units visited by a rank in a slot, as (unit, computation type); strands take turns."""
-    entering, leaving = (
-        [(unit, action.computation_type) for unit in layout.chunks[action.stage]] if action else []
-        for action in (slot.forward, slot.backward)
-    )
-    yield from (each for pair in zip_longest(entering, leaving[::-1]) for each in pair if each)
+    def _merged(self, forward: int | None, backward: tuple[int, str] | None) -> list[_Pass]:
+        """The passes of a slot with a forward and a backward action, as stage and computation type; strands take turns.
+        Adjacent passes are composed unless a transfer or a gather separates them."""
+        units, chunks = self._layout.units, self._layout.chunks
+        entering = [(units[unit], "F") for unit in chunks[forward]] if forward is not None else []
+        leaving = [(units[unit], backward[1]) for unit in chunks[backward[0]]][::-1] if backward is not None else []
+        found: list[_Pass] = []
+        for turn in (each for pair in zip_longest(entering, leaving) for each in pair if each):
+            change = self._through(*turn)
+            if found and not (found[-1].is_transfer or change.is_transfer or change.gathered):
+                found[-1] = found[-1].then(change)
+            else:
+                found.append(change)
+        return found

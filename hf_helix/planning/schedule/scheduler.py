@@ -35,7 +35,8 @@ class Scheduler:
         name: of a schedule, `auto`, or the path of an action file.
         costs: of every virtual stage; None without a measurement.
         limit: of the memory of a window, which `auto` keeps to; None without a limit.
-        spread: whether pipeline ranks have slices of the vocabulary, see `HelixConfig.spread_vocabulary`.
+        spread: whether pipeline ranks have slices of the vocabulary, see `HelixConfig.spread_vocabulary`; None for an
+            action file of either.
 
     Attributes:
         placement: of the virtual stages; of `auto`, the fold, with slices of the vocabulary or without.
@@ -52,20 +53,20 @@ class Scheduler:
         num_ranks: int,
         costs: Costs | None = None,
         limit: MemoryLimit | None = None,
-        spread: bool = False,
+        spread: bool | None = False,
     ) -> None:
         self.name = name
         self.num_ranks = num_ranks
         self._limit = limit
         self._costs = costs
-        self._made: dict[int, Schedule] = {}
+        self._made: dict[int, tuple[str, Schedule]] = {}
         self.max_microbatches: int | None = None
-        if self.name in SCHEDULES:
-            self.placement = PLACEMENT_OF.get(self.name, SPREAD if spread else FOLD)
-        else:
-            _, schedule = find_schedule(name, num_ranks, None)
+        self.placement = PLACEMENT_OF.get(name, SPREAD if spread else FOLD)
+        if name not in SCHEDULES:
+            check_schedule(name)
+            schedule = load_schedule(name, num_ranks)
             self.placement, self.max_microbatches = placement_of(schedule), num_microbatches_of(schedule)
-        if spread != (self.placement == SPREAD):
+        if spread not in (None, self.placement == SPREAD):
             raise ValueError(
                 f"spread_vocabulary={spread} with schedule={name!r}, which is for spread_vocabulary={not spread}, since"
                 " slices of the vocabulary are virtual stages of their own; use schedule='auto'"
@@ -73,12 +74,30 @@ class Scheduler:
 
     def __call__(self, num_microbatches: int) -> Schedule:
         """The schedule of a window."""
+        return self.find(num_microbatches)[1]
+
+    def find(self, num_microbatches: int) -> tuple[str, Schedule]:
+        """The schedule of a window behind its label: its name or, of `auto`, as `choose_schedule` returns it.
+
+        Raises:
+            ValueError: as `build_schedule` and `load_schedule`.
+        """
         if num_microbatches not in self._made:
-            _, schedule = find_schedule(
-                self.name, self.num_ranks, num_microbatches, self._costs, self._limit, self.placement
-            )
-            self._made[num_microbatches] = schedule
+            self._made[num_microbatches] = self._find(num_microbatches)
         return self._made[num_microbatches]
+
+    def _find(self, count: int) -> tuple[str, Schedule]:
+        name = ON_ONE_RANK if self.name == AUTO and self.num_ranks == 1 else self.name
+        if name in PLACEMENT_OF:
+            return name, build_schedule(name, self.num_ranks, count)
+        if name != AUTO:
+            return name, load_schedule(name, self.num_ranks, count)
+        slices = self.num_ranks - 1 if self.placement == SPREAD else 0
+        costs = self._costs or Costs.even(len(stage_ranks(self.placement, self.num_ranks)), slices)
+        searches = self._costs is not None
+        return choose_schedule(
+            self.num_ranks, count, costs, search=searches, limit=self._limit, placement=self.placement
+        )
 
 
 def scheduler_of(config: HelixConfig, costs: Costs | None = None, limit: MemoryLimit | None = None) -> Scheduler:
@@ -118,40 +137,6 @@ def candidates(
     return [*(Scheduler(each, num_ranks) for each in fitting), Scheduler(AUTO, num_ranks, stage_costs(profile), limit)]
 
 
-def find_schedule(
-    name: str,
-    num_ranks: int,
-    num_microbatches: int | None,
-    costs: Costs | None = None,
-    limit: MemoryLimit | None = None,
-    placement: str = FOLD,
-) -> tuple[str, Schedule]:
-    """Returns the schedule of a name, and its label.
-
-    Args:
-        num_microbatches: of the window; None for all of an action file, or else three for each rank.
-        costs: of the virtual stages; `auto` searches with them. None for no search.
-        limit: of the memory of a window, which `auto` keeps to; None without a limit.
-        placement: of the virtual stages of `auto`.
-
-    Raises:
-        ValueError: no such schedule, or as `choose_schedule`, `build_schedule` and `load_schedule`.
-        OSError: as `load_schedule`.
-    """
-    count = 3 * num_ranks if num_microbatches is None else num_microbatches
-    if name == AUTO and num_ranks == 1:
-        name = ON_ONE_RANK
-    if name in PLACEMENT_OF:
-        return name, build_schedule(name, num_ranks, count)
-    if name == AUTO:
-        slices = num_ranks - 1 if placement == SPREAD else 0
-        even = Costs.even(len(stage_ranks(placement, num_ranks)), slices)
-        searches = costs is not None
-        return choose_schedule(num_ranks, count, costs or even, search=searches, limit=limit, placement=placement)
-    check_schedule(name)
-    return name, load_schedule(name, num_ranks, num_microbatches)
-
-
 def check_schedule(name: str) -> None:
     """Raises ValueError where a text is neither the name of a schedule nor the path of a file."""
     if name not in SCHEDULES and not Path(name).is_file():
@@ -165,7 +150,7 @@ def simulate_layers(
     name: str, num_ranks: int, num_microbatches: int | None, num_layers: int | None = None, **times: float
 ) -> tuple[str, Simulated]:
     """Simulates a schedule of `num_layers` equal layers, by default two for each rank; returns its label and the
-    simulation."""
+    simulation. By default, a window has all micro-batches of an action file, or else three for each rank."""
 
     def costs(ranks: Sequence[int]) -> Costs:
         slices = num_ranks - 1 if len(ranks) > 2 * num_ranks else 0
@@ -175,8 +160,10 @@ def simulate_layers(
         return Costs.of_layers([*ends, *map(len, layers), *ends], **times)
 
     of_fold = costs(stage_ranks(FOLD, num_ranks)) if name == AUTO else None
-    label, schedule = find_schedule(name, num_ranks, num_microbatches, of_fold)
-    ranks = stage_ranks(placement_of(schedule), num_ranks)
+    scheduler = Scheduler(name, num_ranks, of_fold, spread=None)
+    count = scheduler.max_microbatches or 3 * num_ranks if num_microbatches is None else num_microbatches
+    label, schedule = scheduler.find(count)
+    ranks = stage_ranks(scheduler.placement, num_ranks)
     return label, simulate_schedule(schedule, ranks, costs(ranks))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from hf_helix.planning.graph.backward import SEND
@@ -139,6 +140,7 @@ class SlotClock:
 
     Attributes:
         needs: of every result, its inputs, each with the seconds of the transfer.
+        timed: returns a slot with its inputs, outputs, parts and seconds.
     """
 
     def __init__(self, ranks: Sequence[int], costs: Costs, num_microbatches: int) -> None:
@@ -151,7 +153,7 @@ class SlotClock:
             for stage in range(len(ranks))
             for microbatch in range(num_microbatches)
         ]
-        self._timed: dict[Slot, TimedSlot] = {}
+        self.timed = cache(self._timed)
 
     def number(self, part: str, stage: int, microbatch: int) -> int:
         """The number of the result of an F or an I.
@@ -174,25 +176,20 @@ class SlotClock:
             return own
         return [*own, (self.number(part, other, microbatch), self.hop(other, stage))]
 
-    def timed(self, slot: Slot) -> TimedSlot:
-        """The slot with its inputs, outputs, parts and seconds."""
-        timed = self._timed.get(slot)
-        if timed is None:
-            needs: list[tuple[int, float]] = []
-            gives: list[int] = []
-            parts: list[tuple[int, int]] = []
-            for action in slot.actions:
-                for part in PARTS[action.computation_type]:
-                    parts.append((3 * action.stage + "FIW".index(part), action.microbatch))
-                    number = self.number("F" if part == "F" else "I", action.stage, action.microbatch)
-                    if part != "W":
-                        needs += self.needs[number]
-                        gives.append(number)
-                    elif number not in gives:
-                        needs.append((number, 0.0))
-            timed = TimedSlot(slot, self.costs.slot_seconds(slot), tuple(needs), tuple(gives), tuple(parts))
-            self._timed[slot] = timed
-        return timed
+    def _timed(self, slot: Slot) -> TimedSlot:
+        needs: list[tuple[int, float]] = []
+        gives: list[int] = []
+        parts: list[tuple[int, int]] = []
+        for action in slot.actions:
+            for part in PARTS[action.computation_type]:
+                parts.append((3 * action.stage + "FIW".index(part), action.microbatch))
+                number = self.number("F" if part == "F" else "I", action.stage, action.microbatch)
+                if part != "W":
+                    needs += self.needs[number]
+                    gives.append(number)
+                elif number not in gives:
+                    needs.append((number, 0.0))
+        return TimedSlot(slot, self.costs.slot_seconds(slot), tuple(needs), tuple(gives), tuple(parts))
 
     def no_results(self) -> list[float]:
         """When each result exists, in seconds: infinity, as nothing has run."""

@@ -266,7 +266,7 @@ def load_cluster(source: str | Path) -> Cluster:
 
     try:
         data = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not YAML: {error}") from None
     return parse_cluster(data, str(path))
 

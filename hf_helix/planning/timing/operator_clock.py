@@ -108,9 +108,9 @@ def _queues(arrays: WindowArrays, order: Sequence[int]) -> list[list[Queue]]:
     last: dict[int, int] = {}
     known: dict[int, int] = {}
     for place in order:
-        rank, computes = arrays.rank(place), arrays.streams[place] == COMPUTE
+        rank, computes = arrays.ranks[place], arrays.streams[place] == COMPUTE
         ranks[numbers[place]] = rank
-        if arrays.size_sources and arrays.size_sources[place] != NONE:
+        if arrays.size_sources[place] != NONE:
             known[rank] = arrays.size_sources[place]
         after = NONE if computes else last.get(rank, NONE)
         queues[numbers[place]].append((place, after, known.get(rank, NONE)))

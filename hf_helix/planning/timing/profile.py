@@ -20,10 +20,8 @@ from hf_helix.planning.window.layout import (
     Layout,
     Name,
     is_per_step,
-    named_copies,
     named_operators,
     named_per_step,
-    names_per_step,
 )
 
 EMULATED_LINK = "emulated_link"
@@ -83,7 +81,6 @@ class Profile:
         pairs: operators measured concurrently.
         like: an operator -> an equal one (a collective of the same size) that `pairs` names.
         bytes: sent by a rank in each operator that communicates.
-        bare: seconds of each of these without the emulated link of `times`; empty without one.
         memory: of each operator, in the order of one strand; empty if not measured.
     """
 
@@ -94,7 +91,6 @@ class Profile:
     pairs: Mapping[tuple[Name, Name], Pair] = field(default_factory=dict)
     like: Mapping[Name, Name] = field(default_factory=dict)
     bytes: Mapping[Name, int] = field(default_factory=dict)
-    bare: Mapping[Name, float] = field(default_factory=dict)
     memory: Mapping[Name, OperatorMemory] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -105,7 +101,7 @@ class Profile:
 
     @cached_property
     def _kinds(self) -> dict[Name, Kind]:
-        return {name: op.kind for name, op in (*named_operators(self.layout), *named_copies(self.layout))}
+        return {name: op.kind for name, op in (*named_operators(self.layout), *named_per_step(self.layout))}
 
     @cached_property
     def _slowdowns(self) -> tuple[dict[tuple[Name, Name], float], dict[tuple[Kind, Kind], float]]:
@@ -163,17 +159,6 @@ def rough_profile(layout: Layout) -> Profile:
     return Profile({"measured": "no"}, layout, {name: op.relative_cost * 1e-3 for name, op in operators})
 
 
-def seconds_per_step(profile: Profile, rank: int, count: int) -> float:
-    """Seconds of all weight gathers and gradient reductions of a pipeline rank.
-
-    Args:
-        profile: their times.
-        rank: of the pipeline.
-        count: micro-batches of the window.
-    """
-    return sum(profile.times[name] for name in names_per_step(profile.layout, rank, count))
-
-
 def slowdown_of(alone: float, concurrent: float, other: float) -> float:
     """Returns how many times longer an operator takes while another runs, from 1 to 10.
 
@@ -193,8 +178,9 @@ def check_times(layout: Layout, times: Mapping[Name, float], pairs: Mapping[tupl
     for name in sorted((known | {name for name, _ in named_per_step(layout)}) - times.keys()):
         what = f"operator {join_name(name)!r}"
         if is_per_step(name):
-            sort = "sums of gradients" if name[0] == REDUCTIONS else "gathers of weights"
-            what = f"the {sort} ({len(layout.reductions or layout.gathers)} here)"
+            is_sum = name[0] == REDUCTIONS
+            what = "sums of gradients" if is_sum else "gathers of weights"
+            what = f"the {what} ({len(layout.reductions if is_sum else layout.gathers)} here)"
         raise ValueError(f"the profile does not cover {what}")
     for name in [*times, *(name for pair in pairs for name in pair)]:
         if name not in known and not is_per_step(name):  # a part of the layout may have none of these

@@ -100,7 +100,7 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
     ranks = [int(rank) for rank in data["layout"].get("ranks", ())]
     if ranks and len(ranks) != len(chunks):
         raise ValueError(f"its layout has {len(chunks)} stages on {len(ranks)} ranks")
-    times, spread, like, moved, bare = {}, {}, {}, {}, {}
+    times, spread, like, moved = {}, {}, {}, {}
     for unit, operators in data["operators"].items():
         for entry, figures in operators.items():
             if "ms" not in figures:
@@ -111,8 +111,6 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
                 like[unit, entry] = _split(figures["like"])
             if "bytes" in figures:
                 moved[unit, entry] = int(figures["bytes"])
-            if "bare_ms" in figures:
-                bare[unit, entry] = float(figures["bare_ms"]) / 1e3
     pairs = {}
     for row in data["pairs"]:
         seconds = (float(row[key]) / 1e3 for key in ("together_ms", "first_ms", "second_ms"))
@@ -120,7 +118,7 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
     memory = {_split(name): OperatorMemory(*map(int, row)) for name, row in data.get("memory", {}).items()}
     about = {str(key): str(value) for key, value in data["about"].items()}
     layout = Layout(units, chunks, graphs, shared, ranks, sums, gathers, bool(data["layout"].get("on_host")))
-    return Profile(about, layout, times, spread, pairs, like, moved, bare, memory)
+    return Profile(about, layout, times, spread, pairs, like, moved, memory)
 
 
 def _split(text: str) -> Name:
@@ -137,8 +135,6 @@ def profile_json(profile: Profile) -> str:
             figures["like"] = join_name(profile.like[name])
         if name in profile.bytes:
             figures["bytes"] = profile.bytes[name]
-        if name in profile.bare:
-            figures["bare_ms"] = round_ms(profile.bare[name])
         operators.setdefault(name[0], {})[name[1]] = figures
     reductions, moved = profile.layout.reductions, profile.layout.gathers
     sums = [
@@ -196,11 +192,14 @@ FORMS: dict[Any, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 TYPES = get_type_hints(Operator)
 
 
+LISTS = ("inputs", "outputs", "shown", "plain_inputs")
+"""The lists of values of a graph; files leave out empty ones."""
+
+
 def graph_data(graph: Graph) -> dict[str, Any]:
     """The data of a graph for a file."""
     return {
-        "inputs": " ".join(graph.inputs),
-        "outputs": " ".join(graph.outputs),
+        **{name: " ".join(getattr(graph, name)) for name in LISTS if getattr(graph, name)},
         "repeats": graph.repeats,
         "operators": [_operator_data(operator) for operator in graph.operators],
     }
@@ -215,7 +214,8 @@ def graph_from(name: str, data: Mapping[str, Any]) -> Graph:
     operators = tuple(_operator_from(operator) for operator in data["operators"])
     if not isinstance(data["repeats"], bool):
         raise ValueError(f"graph {name!r}: repeats must be true or false, got {data['repeats']!r}")
-    return Graph(name, operators, tuple(data["inputs"].split()), tuple(data["outputs"].split()), data["repeats"])
+    lists = {key: tuple(data.get(key, "").split()) for key in LISTS}
+    return Graph(name, operators, repeats=data["repeats"], **lists)
 
 
 def _operator_data(operator: Operator) -> dict[str, Any]:

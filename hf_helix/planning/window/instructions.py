@@ -8,16 +8,15 @@ Must hold: every operator of a unit once, each after the writers of its inputs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from itertools import zip_longest
+from typing import NamedTuple
 
 from hf_helix.planning.graph.operator import Operator, Part
 from hf_helix.planning.schedule.actions import Action, Slot
 from hf_helix.planning.window.layout import GATHERS, REDUCTIONS, Key, Layout, Name
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
+class Instruction(NamedTuple):
     """One operator for one micro-batch; without an operator, a barrier.
 
     Attributes:
@@ -54,26 +53,8 @@ class Instruction:
         return self.reads + added + self.control_deps + self.weights
 
     def of(self, microbatch: int) -> Instruction:
-        """The instruction for another micro-batch; written out, because `replace` takes five times as long."""
-        return Instruction(
-            microbatch,
-            self.unit,
-            self.operator,
-            self.reads,
-            self.accumulates,
-            self.writes,
-            self.frees,
-            self.ends,
-            self.reduction,
-            self.control_deps,
-            self.weights,
-            self.gather,
-        )
-
-
-def barrier(unit: int) -> Instruction:
-    """The barrier of the rank of a unit."""
-    return replace(BARRIER_INSTRUCTION, unit=unit)
+        """The instruction for another micro-batch."""
+        return Instruction(microbatch, *self[1:])
 
 
 BARRIER_INSTRUCTION = Instruction(-1, -1, None)
@@ -108,31 +89,30 @@ PARTS_OF = {"F": {Part.F}, "B": set(Part) - {Part.F}, "I": set(Part) - {Part.F, 
 """The parts of a unit's operators that each computation type runs."""
 
 
+def unit_passes(action: Action | None, layout: Layout) -> list[UnitPass]:
+    """The passes of an action through units, in its order, without transfers."""
+    if action is None:
+        return []
+    forward = action.computation_type == "F"
+    units = [unit for unit in layout.chunks[action.stage] if not layout.transfers(unit)]
+    return [(action.microbatch, unit, forward) for unit in (units if forward else reversed(units))]
+
+
 def blocks_of(slot: Slot, layout: Layout) -> Iterator[tuple[UnitPass | None, UnitPass | None]]:
     """The i-th unit of the forward action with the i-th unit of the backward action, without transfers."""
-    forward = _unit_passes(slot.forward, layout)
-    backward = _unit_passes(slot.backward, layout)[::-1]
-    yield from zip_longest(
-        *([each for each in found if not layout.transfers(each[1])] for found in (forward, backward))
-    )
+    yield from zip_longest(unit_passes(slot.forward, layout), unit_passes(slot.backward, layout))
 
 
 def transfers_of(slot: Slot, layout: Layout, receives: bool) -> list[Pass]:
     """The receives of a slot, which precede its computations, or its sends, which follow them."""
     found = []
     for action in slot.actions:
-        for unit_pass in _unit_passes(action, layout):
-            graph = layout.graph(*unit_pass[1:])
+        forward = action.computation_type == "F"
+        for unit in layout.chunks[action.stage]:
+            graph = layout.graph(unit, forward)
             if graph.transfers and any(op.receives is receives for op in graph.operators):
-                found.append((unit_pass, action))
+                found.append(((action.microbatch, unit, forward), action))
     return found
-
-
-def _unit_passes(action: Action | None, layout: Layout) -> list[UnitPass]:
-    if action is None:
-        return []
-    forward = action.computation_type == "F"
-    return [(action.microbatch, unit, forward) for unit in layout.chunks[action.stage]]
 
 
 def slot_passes(slot: Slot, layout: Layout) -> list[Pass]:

@@ -47,6 +47,17 @@ class WeightGather:
 
 
 @dataclass(frozen=True)
+class StepOperator:
+    """A gradient reduction, a weight gather, or a copy of either between host and device."""
+
+    name: Name
+    op: Operator
+    rank: int  # of the pipeline
+    reduction: int = -1  # its index among the layout's; of all others -1
+    gather: int = -1  # its index among the layout's; of all others -1
+
+
+@dataclass(frozen=True)
 class Layout:
     """The units of all pipeline ranks.
 
@@ -108,6 +119,49 @@ class Layout:
             for adder in self.reductions[number].adders:
                 found.setdefault(adder, []).append(number)
         return found
+
+    @cached_property
+    def per_step(self) -> list[StepOperator]:
+        """The gradient reductions, the weight gathers, and the copies of both in the same order: a copy to the host
+        after each reduction, a copy to the device before each gather."""
+        made = []
+        for number, reduction in enumerate(self.reductions):
+            adders = (self.graphs[self.units[unit]].backward[name] for unit, name in reduction.adders)
+            cost = sum(adder.relative_cost for adder in adders)  # a rough guess
+            op = Operator(
+                name=f"sum.{number}", kind=Kind.GRADIENTS, reads=(), writes=(), part=Part.B, relative_cost=cost
+            )
+            rank = self.rank_of(reduction.adders[0][0])
+            made.append(StepOperator((REDUCTIONS, f"B.{op.name}"), op, rank, reduction=number))
+        for number, gather in enumerate(self.gathers):
+            op = Operator(
+                name=f"gather.{number}",
+                kind=Kind.GRADIENTS,
+                reads=(),
+                writes=(),
+                forward_name=gather.name,
+                relative_cost=GATHER_COST,
+            )
+            made.append(StepOperator((GATHERS, f"F.{op.name}"), op, self.rank_of(gather.units[0]), gather=number))
+        for each in [*made] if self.on_host else ():
+            kind, number = (Kind.DOWN, each.reduction) if each.reduction >= 0 else (Kind.UP, each.gather)
+            op = replace(each.op, name=f"{kind.name.lower()}.{number}", kind=kind)
+            made.append(replace(each, name=(each.name[0], f"{each.name[1][0]}.{op.name}"), op=op))
+        return made
+
+    @property
+    def reduction_names(self) -> list[Name]:
+        """The names of the gradient reductions in the order of `reductions`."""
+        return [each.name for each in self.per_step[: len(self.reductions)]]
+
+    @property
+    def gather_names(self) -> list[Name]:
+        """The names of the weight gathers in the order of `gathers`."""
+        return [each.name for each in self.per_step[len(self.reductions) :][: len(self.gathers)]]
+
+    def copy_names(self, kind: Kind) -> list[Name]:
+        """The names of the copies to the host after each reduction (`DOWN`), or to the device before each gather."""
+        return [each.name for each in self.per_step if each.op.kind is kind]
 
     @property
     def is_spread(self) -> bool:
@@ -227,66 +281,11 @@ def named_operators(layout: Layout) -> Iterator[tuple[Name, Operator]]:
             yield (unit, entry), op
 
 
-def named_reductions(layout: Layout) -> Iterator[tuple[Name, Operator]]:
-    """Yields every gradient reduction in the order of the layout; the rough guess of its time is its adders' time."""
-    for number, reduction in enumerate(layout.reductions):
-        adders = (layout.graphs[layout.units[unit]].backward[name] for unit, name in reduction.adders)
-        op = Operator(
-            name=f"sum.{number}",
-            kind=Kind.GRADIENTS,
-            reads=(),
-            writes=(),
-            part=Part.B,
-            relative_cost=sum(adder.relative_cost for adder in adders),
-        )
-        yield (REDUCTIONS, f"B.{op.name}"), op
-
-
-def named_gathers(layout: Layout) -> Iterator[tuple[Name, Operator]]:
-    """Every weight gather in the order of the layout; `forward_name` is the name of the gathered weights."""
-    for number, gather in enumerate(layout.gathers):
-        op = Operator(
-            name=f"gather.{number}",
-            kind=Kind.GRADIENTS,
-            reads=(),
-            writes=(),
-            forward_name=gather.name,
-            relative_cost=GATHER_COST,
-        )
-        yield (GATHERS, f"F.{op.name}"), op
-
-
-def named_copies(layout: Layout) -> Iterator[tuple[Name, Operator]]:
-    """Yields the copies between host and device once in a window: down after each reduction, then up before each
-    gather."""
-    for named, kind in ((named_reductions, Kind.DOWN), (named_gathers, Kind.UP)) if layout.on_host else ():
-        for number, ((unit, entry), op) in enumerate(named(layout)):
-            copy = replace(op, name=f"{kind.name.lower()}.{number}", kind=kind)
-            yield (unit, f"{entry[0]}.{copy.name}"), copy
-
-
-def named_per_step(layout: Layout) -> Iterator[tuple[Name, Operator]]:
-    """Yields the operators that run once a step: weight gathers, gradient reductions, and copies of both."""
-    yield from named_gathers(layout)
-    yield from named_reductions(layout)
-    yield from named_copies(layout)
+def named_per_step(layout: Layout) -> list[tuple[Name, Operator]]:
+    """The operators that run once a step: gradient reductions, weight gathers, and copies of both."""
+    return [(each.name, each.op) for each in layout.per_step]
 
 
 def is_per_step(name: Name) -> bool:
     """Returns whether a name is the name of a weight gather, a gradient reduction, or a copy of either."""
     return name[0] in (REDUCTIONS, GATHERS)
-
-
-def names_per_step(layout: Layout, rank: int, count: int) -> list[Name]:
-    """Returns the weight gathers and gradient reductions of a pipeline rank; all share a stream.
-
-    Args:
-        layout: of the units.
-        rank: of the pipeline.
-        count: micro-batches of the window; reductions of every micro-batch are listed as often.
-    """
-    reductions, gathers = ([name for name, _ in named(layout)] for named in (named_reductions, named_gathers))
-    times = {number: count if number in layout.reduced_often else 1 for number in layout.reductions_of(rank)}
-    return [reductions[number] for number in times for _ in range(times[number])] + [
-        gathers[number] for number in layout.gathers_of(rank)
-    ]

@@ -5,7 +5,7 @@ Out:  the order with prefetched operators moved forward, gradient reductions and
 Must hold: all other operators keep their order, so the order stays valid. A pass depends on the order alone, so all
 replicas issue their collectives in the same order.
 
-`PASSES` run one after the other:
+The passes run one after the other:
 
     prefetch            an operator of `Operator.ahead` = n moves n units before its own, or keeps an earlier place
                         of the plan. Units count in the order of the rank's computation, whatever the micro-batch and
@@ -19,7 +19,7 @@ replicas issue their collectives in the same order.
                         Copies from the host precede them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_helix.planning.graph.operator import Part
@@ -40,10 +40,8 @@ Order = Sequence[int]
 
 
 def run_passes(window: Window, order: Order) -> Order:
-    """The order of issue after all `PASSES`."""
-    for each in PASSES:
-        order = each(window, order)
-    return order
+    """The order of issue after all passes."""
+    return gather_weights(window, reduce_gradients(window, prefetch(window, order)))
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ class OrderedWindow:
                         waits = []
                     order.append(place)
                 else:
-                    order.append(arrays.append(COMPUTE, 0.0, moving, rank))
+                    order.append(arrays.append_barrier(moving, rank))
                     moving = []
         return arrays, order
 
@@ -92,66 +90,55 @@ class OrderedWindow:
 
 def prefetch(window: Window, order: Order) -> Order:
     """Moves prefetched operators forward by their number of units."""
-    if not window.pattern.prefetch_readers:
+    pattern = window.pattern
+    if not pattern.prefetch_readers:
         return order
-    turns, at = _Turns(window, order), {place: position for position, place in enumerate(order) if place >= 0}
+    first, begins = _turns(window, order)
+    at = {place: position for position, place in enumerate(order) if place >= 0}
     moved: dict[int, list[int]] = {}  # by position, the operators to issue before the position
     for position, place in enumerate(order):
-        earlier = turns.latest_position(place)
-        if earlier is not None:  # after what it reads
-            of_batch = window.at[window.microbatches[place]]
-            read = [of_batch[need] for need in window.pattern.needs[window.indices[place]]]
-            earlier = max([earlier, *(at[each] + 1 for each in read if each in at and each not in turns.of)])
-        if earlier is not None and earlier <= position:  # also without a move, to be sorted among the moved ones
+        if place not in first:
+            continue
+        index, of_batch = window.indices[place], window.at[window.microbatches[place]]
+        turn = first[place] - pattern.operators[index].ahead
+        read = [
+            at[of_batch[need]] for need in pattern.needs[index] if of_batch[need] in at and of_batch[need] not in first
+        ]
+        earlier = max([begins[pattern.ranks[index]][turn] if turn >= 0 else 0, *(each + 1 for each in read)])
+        if earlier <= position:  # also without a move, to be sorted among the moved ones
             moved.setdefault(earlier, []).append(place)
     gone = {place for places in moved.values() for place in places}
     made: list[int] = []
     for position, place in enumerate(order):
-        made += sorted(moved.get(position, ()), key=turns.of.__getitem__)
+        made += sorted(moved.get(position, ()), key=first.__getitem__)
         if place not in gone:
             made.append(place)
     return made
 
 
-class _Turns:
-    """The turns of a rank: the units in the order of the rank's computation.
-
-    Attributes:
-        of: the turn in which each prefetched place is first read.
-    """
-
-    def __init__(self, window: Window, order: Order) -> None:
-        self.of: dict[int, int] = {}
-        self._window = window
-        self._begins: list[list[int]] = [[] for _ in range(window.layout.num_ranks)]  # the position of each turn
-        brings: dict[int, list[int]] = {}
-        for index, readers in window.pattern.prefetch_readers.items():
-            for reader in readers:
-                brings.setdefault(reader, []).append(index)
-        passes: dict[UnitPass, int] = {}
-        for position, place in enumerate(order):
-            for index in brings.get(window.indices[place], ()) if place >= 0 else ():
-                self._note(position, window.microbatches[place], index, passes)
-
-    def _note(self, position: int, microbatch: int, index: int, passes: dict[UnitPass, int]) -> None:
-        """Records a read of a prefetched operator's values at a position."""
-        place, pattern = self._window.at[microbatch][index], self._window.pattern
-        if place == NONE or place in self.of:
-            return
-        unit_pass = microbatch, pattern.instructions[index].unit, pattern.operators[index].part is Part.F
-        begins = self._begins[pattern.ranks[index]]
-        if unit_pass not in passes:
-            passes[unit_pass] = len(begins)
-            begins.append(position)
-        self.of[place] = passes[unit_pass]
-
-    def latest_position(self, place: int) -> int | None:
-        """Returns the position before which a prefetched operator is issued at the latest; None for other operators."""
-        if place not in self.of:
-            return None
-        pattern, index = self._window.pattern, self._window.indices[place]
-        turn = self.of[place] - pattern.operators[index].ahead
-        return self._begins[pattern.ranks[index]][turn] if turn >= 0 else 0
+def _turns(window: Window, order: Order) -> tuple[dict[int, int], list[list[int]]]:
+    """The turns of the ranks, which are units in the order of a rank's computation: the turn in which each prefetched
+    place is first read, and the position at which each turn of a rank begins."""
+    pattern = window.pattern
+    brings: dict[int, list[int]] = {}
+    for index, readers in pattern.prefetch_readers.items():
+        for reader in readers:
+            brings.setdefault(reader, []).append(index)
+    first: dict[int, int] = {}
+    begins: list[list[int]] = [[] for _ in range(window.layout.num_ranks)]
+    passes: dict[UnitPass, int] = {}
+    for position, reader in enumerate(order):
+        for index in brings.get(window.indices[reader], ()) if reader >= 0 else ():
+            microbatch = window.microbatches[reader]
+            place, mine = window.at[microbatch][index], begins[pattern.ranks[index]]
+            if place == NONE or place in first:
+                continue
+            unit_pass = microbatch, pattern.instructions[index].unit, pattern.operators[index].part is Part.F
+            if unit_pass not in passes:
+                passes[unit_pass] = len(mine)
+                mine.append(position)
+            first[place] = passes[unit_pass]
+    return first, begins
 
 
 # -- gradient reductions -----------------------------------------------------------------------------------------------
@@ -212,6 +199,3 @@ def gather_weights(window: Window, order: Order) -> Order:
     mine = (number for number, gather in enumerate(gathers) if window.layout.rank_of(gather.units[0]) in ranks)
     places = (window.gather_place(number) for number in mine)
     return [*(each for place in places for each in (*window.copy_places(place), place)), *order]
-
-
-PASSES: tuple[Callable[[Window, Order], Order], ...] = (prefetch, reduce_gradients, gather_weights)

@@ -8,7 +8,7 @@ messages between two ranks are received in the order of sending.
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hf_helix.planning.collection import without_collection
@@ -84,14 +84,6 @@ def _repeats(program: Sequence[Instruction], begin: int, end: int, shift: int) -
     )
 
 
-def build_programs(
-    schedule: Schedule, layout: Layout, plan: Plan, keep: Collection[Key] = (), slots_ahead: int = 1
-) -> list[list[Instruction]]:
-    """Returns the programs of all ranks, written out."""
-    ordered = plan.issue(schedule, layout, slots_ahead)
-    return [free_values(ordered.program(rank), keep) for rank in range(len(schedule))]
-
-
 def free_values(program: list[Instruction], keep: Collection[Key] = ()) -> list[Instruction]:
     """The program with `frees` and `ends` on each instruction; values of `keep` are never freed."""
     freed: list[Instruction] = []
@@ -104,7 +96,7 @@ def free_values(program: list[Instruction], keep: Collection[Key] = ()) -> list[
             frees = tuple([key for key in keys if key not in known])
             known.update(frees)
             if frees or ends:
-                instruction = replace(instruction, frees=frees, ends=ends)
+                instruction = instruction._replace(frees=frees, ends=ends)
         freed.append(instruction)
     return freed[::-1]
 
@@ -127,68 +119,23 @@ def validate_program(
     Raises:
         ValueError: names the first wrong instruction.
     """
-    checks = (_Values(sources), _Order(slots, layout), _PerStep(layout))
+    check = _Check(sources, layout, slots)
     for place, instruction in enumerate(program):
         op = instruction.operator
-        if op is None:
-            continue
-        for check in checks:
-            if problem := check(instruction, op):
-                what = (
-                    f"instruction {place} ({op.part.value}{instruction.microbatch} unit {instruction.unit} {op.name})"
-                )
-                raise ValueError(f"{what} {problem}")
+        if op is not None and (problem := check.problem(instruction, op)):
+            what = f"instruction {place} ({op.part.value}{instruction.microbatch} unit {instruction.unit} {op.name})"
+            raise ValueError(f"{what} {problem}")
 
 
-class _Values:
-    """Finds reads of missing values, and operators that run twice."""
+class _Check:
+    """The instructions of a rank so far."""
 
-    def __init__(self, sources: Collection[Key]) -> None:
+    def __init__(self, sources: Collection[Key], layout: Layout | None, slots: Sequence[Slot]) -> None:
         self._sources = sources
         self._alive: dict[int, set[Key]] = {}
         self._seen: set[tuple[int, int, str, bool]] = set()
-
-    def __call__(self, instruction: Instruction, op: Operator) -> str | None:
-        if instruction.is_per_step:
-            return None
-        values = self._alive.setdefault(instruction.microbatch, set(self._sources))
-        missing = [key for key in instruction.needs if key not in values]
-        if missing:
-            return f"reads {missing}, which is not there"
-        name = (instruction.microbatch, instruction.unit, op.name, op.part is Part.F)
-        if name in self._seen:
-            return "runs a second time"
-        self._seen.add(name)
-        values.update(instruction.writes)
-        values.difference_update(instruction.frees)
-        return None
-
-
-class _Order:
-    """Finds accumulations and transfers out of order."""
-
-    def __init__(self, slots: Sequence[Slot], layout: Layout | None) -> None:
         self._latest: dict[tuple[int, str, bool], int] = {}
         self._turns = _turns(slots, layout) if layout and layout.shared and slots else {}
-
-    def __call__(self, instruction: Instruction, op: Operator) -> str | None:
-        forward = op.part is Part.F
-        if instruction.is_per_step or (forward and op.kind is not Kind.PIPELINE):
-            return None
-        key = (instruction.unit, op.name, forward)
-        if self._latest.get(key, -1) > instruction.microbatch:
-            return "comes after a later micro-batch, so gradients would add up in another order"
-        self._latest[key] = instruction.microbatch
-        turns = None if forward else self._turns.get((instruction.unit, op.name))
-        if turns is not None and turns.pop(0) != (instruction.microbatch, instruction.unit, op.name):
-            return "adds to a shared gradient out of turn"
-        return None
-
-
-class _PerStep:
-    """Finds additions to gradients after their reduction, and computations before their weight gathers."""
-
-    def __init__(self, layout: Layout | None) -> None:
         self._reduced: dict[int, float] = {}  # the last micro-batch in each reduction
         self._often = layout.reduced_often if layout else {}
         self._gathered: set[int] = set()
@@ -201,20 +148,53 @@ class _PerStep:
             for unit in each.units:
                 self._awaited.setdefault(unit, set()).add(number)
 
-    def __call__(self, instruction: Instruction, op: Operator) -> str | None:
+    def problem(self, instruction: Instruction, op: Operator) -> str:
+        """Returns the error of the next instruction; empty for a right one."""
         if instruction.reduction >= 0:
-            number = instruction.reduction
-            self._reduced[number] = instruction.microbatch if number in self._often else math.inf
-        elif instruction.gather >= 0 and not op.kind.copies:
-            self._gathered.add(instruction.gather)
-        elif op.kind is Kind.COMPUTE and not self._awaited.get(instruction.unit, set()) <= self._gathered:
+            is_often = instruction.reduction in self._often
+            self._reduced[instruction.reduction] = instruction.microbatch if is_often else math.inf
+        elif instruction.gather >= 0:
+            self._gathered.update([] if op.kind.copies else [instruction.gather])
+        else:
+            return self._of_values(instruction, op) or self._of_order(instruction, op) or self._of_step(instruction, op)
+        return ""
+
+    def _of_values(self, instruction: Instruction, op: Operator) -> str:
+        """Finds reads of missing values, and operators that run twice."""
+        values = self._alive.setdefault(instruction.microbatch, set(self._sources))
+        missing = [key for key in instruction.needs if key not in values]
+        if missing:
+            return f"reads {missing}, which is not there"
+        name = (instruction.microbatch, instruction.unit, op.name, op.part is Part.F)
+        if name in self._seen:
+            return "runs a second time"
+        self._seen.add(name)
+        values.update(instruction.writes)
+        values.difference_update(instruction.frees)
+        return ""
+
+    def _of_order(self, instruction: Instruction, op: Operator) -> str:
+        """Finds accumulations and transfers out of order."""
+        forward = op.part is Part.F
+        if forward and op.kind is not Kind.PIPELINE:
+            return ""
+        key = (instruction.unit, op.name, forward)
+        if self._latest.get(key, -1) > instruction.microbatch:
+            return "comes after a later micro-batch, so gradients would add up in another order"
+        self._latest[key] = instruction.microbatch
+        turns = None if forward else self._turns.get((instruction.unit, op.name))
+        if turns is not None and turns.pop(0) != (instruction.microbatch, instruction.unit, op.name):
+            return "adds to a shared gradient out of turn"
+        return ""
+
+    def _of_step(self, instruction: Instruction, op: Operator) -> str:
+        """Finds computations before their weight gathers, and additions to gradients after their reduction."""
+        if op.kind is Kind.COMPUTE and not self._awaited.get(instruction.unit, set()) <= self._gathered:
             return "comes before its weights are gathered"
-        elif op.part is not Part.F and any(
-            self._reduced.get(number, -1) >= instruction.microbatch
-            for number in self._adds_to.get((instruction.unit, op.name), ())
-        ):
+        numbers = () if op.part is Part.F else self._adds_to.get((instruction.unit, op.name), ())
+        if any(self._reduced.get(number, -1) >= instruction.microbatch for number in numbers):
             return "adds to gradients that have been summed over ranks"
-        return None
+        return ""
 
 
 def _turns(slots: Sequence[Slot], layout: Layout) -> dict[tuple[int, str], list[tuple[int, int, str]]]:
@@ -224,8 +204,7 @@ def _turns(slots: Sequence[Slot], layout: Layout) -> dict[tuple[int, str], list[
         turns: list[tuple[int, int, str]] = []
         rows.update(dict.fromkeys(row, turns))
     window = Window([list(slots)], layout)
-    for place in range(len(window)):
-        instruction = window.instruction(place)
+    for instruction in window.instructions(range(len(window))):
         op = instruction.operator
         if op is not None and op.part is not Part.F and (instruction.unit, op.name) in rows:
             rows[instruction.unit, op.name].append((instruction.microbatch, instruction.unit, op.name))

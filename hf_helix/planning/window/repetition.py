@@ -237,39 +237,21 @@ class Periodic:
         return list(zip(first, second, strict=True)) if fits and _closed(short, second) == second else []
 
 
-Numbers = tuple[tuple[int, str, int] | None, tuple[int, str, int] | None]
-"""A slot as plain numbers, which compare faster than actions."""
-
-
 def _region(slots: Sequence[Slot], shift: int) -> tuple[int, int, int] | None:
     """The slots that repeat for micro-batches `shift` later: begin, end, and slots of a period."""
     if not slots:
         return None
-    keys = [_numbers(slot) for slot in slots]
     middle = len(slots) // 2
-    again = {key: place for place, key in enumerate(keys)}.get(_later(keys[middle], shift))
+    again = {slot: place for place, slot in enumerate(slots)}.get(slots[middle].later(shift))
     if again is None or _parts(slots[middle:again]) != dict.fromkeys(_parts(slots), shift):
         return None
     length = again - middle
     begin = end = middle
-    while begin > 0 and keys[begin - 1 + length] == _later(keys[begin - 1], shift):
+    while begin > 0 and slots[begin - 1 + length] == slots[begin - 1].later(shift):
         begin -= 1
-    while end + length < len(keys) and keys[end + length] == _later(keys[end], shift):
+    while end + length < len(slots) and slots[end + length] == slots[end].later(shift):
         end += 1
     return begin, end + length, length
-
-
-def _numbers(slot: Slot) -> Numbers:
-    forward, backward = (
-        None if action is None else (action.stage, action.computation_type, action.microbatch)
-        for action in (slot.forward, slot.backward)
-    )
-    return forward, backward
-
-
-def _later(key: Numbers, shift: int) -> Numbers:
-    forward, backward = (None if one is None else (one[0], one[1], one[2] + shift) for one in key)
-    return forward, backward
 
 
 def _parts(slots: Sequence[Slot]) -> dict[tuple[int, str], int]:

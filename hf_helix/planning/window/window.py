@@ -18,7 +18,7 @@ orders of places; places become instructions once, at the end.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
@@ -27,13 +27,12 @@ from hf_helix.planning.schedule.actions import Schedule, num_microbatches_of
 from hf_helix.planning.window.instructions import (
     PARTS_OF,
     Instruction,
-    barrier,
     entry_of,
     pass_instructions,
     slot_passes,
     transfer_key,
 )
-from hf_helix.planning.window.layout import Layout, Name, named_copies, named_gathers, named_reductions
+from hf_helix.planning.window.layout import Layout, Name, StepOperator
 
 Value = TypeVar("Value")
 
@@ -47,7 +46,7 @@ NONE = -1
 
 @dataclass
 class WindowArrays:
-    """Instructions as lists of numbers, an entry for each place; `append` adds to the lists.
+    """Instructions as lists of numbers, an entry for each place; `append_barrier` adds to the lists.
 
     Attributes:
         streams: an index into `STREAMS`.
@@ -55,10 +54,9 @@ class WindowArrays:
         needs: the places to end first.
         entries: the operator, as an index into `names`; `NONE` for a barrier.
         names: the operators.
-        ranks: the pipeline rank; empty for a single rank.
-        lanes: instructions of one rank, stream and lane run one after the other; empty if all are 0.
-        size_sources: the collective whose result the host reads before it issues the instruction, or `NONE`; empty
-            if all are `NONE`.
+        ranks: the pipeline rank.
+        lanes: instructions of one rank, stream and lane run one after the other.
+        size_sources: the collective whose result the host reads before it issues the instruction, or `NONE`.
     """
 
     streams: list[int]
@@ -66,35 +64,25 @@ class WindowArrays:
     needs: list[list[int]]
     entries: list[int]
     names: list[Name]
-    ranks: list[int] = field(default_factory=list)
-    lanes: list[int] = field(default_factory=list)
-    size_sources: list[int] = field(default_factory=list)
+    ranks: list[int]
+    lanes: list[int]
+    size_sources: list[int]
 
     def __len__(self) -> int:
         return len(self.streams)
 
-    def rank(self, place: int) -> int:
-        """The pipeline rank of a place."""
-        return self.ranks[place] if self.ranks else 0
-
     def queues(self) -> list[int]:
         """Returns the queue of each place; instructions of a queue run one after the other."""
-        ranks, lanes = self.ranks or [0] * len(self), self.lanes or [0] * len(self)
         numbers: dict[tuple[int, int, int], int] = {}
-        return [numbers.setdefault(key, len(numbers)) for key in zip(ranks, self.streams, lanes, strict=True)]
+        keys = zip(self.ranks, self.streams, self.lanes, strict=True)
+        return [numbers.setdefault(key, len(numbers)) for key in keys]
 
-    def append(self, stream: int, seconds: float, needs: list[int], rank: int, entry: int = NONE) -> int:
-        """Adds an instruction and returns its place.
-
-        Args:
-            stream: an index into `STREAMS`.
-            needs: the places to end first.
-            entry: the operator, as an index into `names`; `NONE` for a barrier.
-        """
-        rows = (self.streams, stream), (self.entries, entry), (self.ranks, rank), (self.lanes, 0)
+    def append_barrier(self, needs: list[int], rank: int) -> int:
+        """Adds a barrier of a rank behind the places of `needs`, and returns its place."""
+        rows = (self.streams, COMPUTE), (self.entries, NONE), (self.ranks, rank), (self.lanes, 0)
         for row, number in (*rows, (self.size_sources, NONE)):
             row.append(number)
-        self.seconds.append(seconds)
+        self.seconds.append(0.0)
         self.needs.append(needs)
         return len(self) - 1
 
@@ -107,7 +95,7 @@ class WindowArrays:
             [[places[need] for need in self.needs[place] if need in places] for place in order],
             [self.entries[place] for place in order],
             [*self.names],
-            [self.rank(place) for place in order],
+            [self.ranks[place] for place in order],
             [self.lanes[place] for place in order],
             [places.get(self.size_sources[place], NONE) for place in order],
         )
@@ -122,9 +110,9 @@ class WindowArrays:
     def loads_of(self, rank: int) -> dict[Kind, float]:
         """Busy seconds of each stream of a pipeline rank."""
         totals = [0.0] * len(STREAMS)
-        for place, stream in enumerate(self.streams):
-            if self.rank(place) == rank:
-                totals[stream] += self.seconds[place]
+        for home, stream, seconds in zip(self.ranks, self.streams, self.seconds, strict=True):
+            if home == rank:
+                totals[stream] += seconds
         return dict(zip(STREAMS, totals, strict=True))
 
     def loads(self) -> dict[Kind, float]:
@@ -261,18 +249,6 @@ class NumberedPass(NamedTuple):
     indices: Sequence[int]  # the instructions, as indices into the pattern
 
 
-@dataclass(frozen=True)
-class StepOperator:
-    """A gradient reduction, a weight gather, or a copy of either between host and device."""
-
-    name: Name
-    op: Operator
-    rank: int  # of the pipeline
-    microbatch: int  # the last with gradients in the reduction; of a weight gather, the last of the window
-    reduction: int = NONE  # its index among the layout's
-    gather: int = NONE  # its index among the layout's
-
-
 def barrier_of(unit: int) -> int:
     """Returns the number of the barrier of a unit's rank in an order of issue; the number of a number is the unit."""
     return ~unit
@@ -324,28 +300,20 @@ class Window:
 
     @cached_property
     def per_step(self) -> list[StepOperator]:
-        """The operators at the places from `len(self)` on: gradient reductions, weight gathers, the copies of both in
-        the same order; then, micro-batch by micro-batch, the reductions before the last micro-batch."""
-        layout, last = self.layout, len(self.at) - 1
-        reductions = [
-            StepOperator(*named, layout.rank_of(each.adders[0][0]), last, reduction=number)
-            for number, (named, each) in enumerate(zip(named_reductions(layout), layout.reductions, strict=True))
-        ]
-        gathers = [
-            StepOperator(*named, layout.rank_of(each.units[0]), last, gather=number)
-            for number, (named, each) in enumerate(zip(named_gathers(layout), layout.gathers, strict=True))
-        ]
-        copies = zip(reductions + gathers, named_copies(layout), strict=layout.on_host)
-        copied = [replace(each, name=name, op=op) for each, (name, op) in copies]
-        often = [reductions[number] for number in layout.reduced_often]
-        earlier = [replace(each, microbatch=microbatch) for microbatch in range(last) for each in often]
-        return reductions + gathers + copied + earlier
+        """The operators at the places from `len(self)` on: those of the layout; then, micro-batch by micro-batch, the
+        reductions before the last micro-batch."""
+        often = [self.layout.per_step[number] for number in self.layout.reduced_often]
+        return self.layout.per_step + often * (len(self.at) - 1)
 
     @cached_property
     def reduction_places(self) -> dict[tuple[int, int], int]:
         """The places of the gradient reductions, by their index in the layout and their last micro-batch."""
-        steps = ((place, each) for place, each in enumerate(self.per_step, len(self)) if not each.op.kind.copies)
-        return {(each.reduction, each.microbatch): place for place, each in steps if each.reduction != NONE}
+        layout, last = self.layout, len(self.at) - 1
+        found = {
+            (number, last): place for number, place in enumerate(range(len(self), len(self) + len(layout.reductions)))
+        }
+        earlier = ((number, microbatch) for microbatch in range(last) for number in layout.reduced_often)
+        return found | {key: place for place, key in enumerate(earlier, len(self) + len(layout.per_step))}
 
     def reduction_place(self, number: int, microbatch: int) -> int:
         """The place of the gradient reduction, by its index in the layout, that a micro-batch's gradients are in."""
@@ -358,10 +326,8 @@ class Window:
 
     def copy_places(self, place: int) -> list[int]:
         """The place of the copy between host and device of a reduction or gather, if there is one."""
-        step = self.per_step[place - len(self)]
-        if not self.layout.on_host or step.op.kind.copies or step.microbatch < len(self.at) - 1:
-            return []
-        return [place + len(self.layout.reductions) + len(self.layout.gathers)]
+        count = len(self.layout.reductions) + len(self.layout.gathers)
+        return [place + count] if self.layout.on_host and place - len(self) < count else []
 
     def is_reduced_often(self, place: int) -> bool:
         """Whether a place is a gradient reduction of every micro-batch."""
@@ -372,10 +338,6 @@ class Window:
         """Values of the pattern's instructions, repeated for every place."""
         return [values[index] for index in self.indices]
 
-    def instruction(self, place: int) -> Instruction:
-        """The instruction of a micro-batch at a place."""
-        return self.pattern.instructions[self.indices[place]].of(self.microbatches[place])
-
     def instructions(self, order: Iterable[int]) -> list[Instruction]:
         """Returns the instructions of an order of issue: here places become instructions.
 
@@ -385,7 +347,7 @@ class Window:
         made: list[Instruction] = []
         for place in order:
             if place < 0:
-                made.append(barrier(barrier_of(place)))
+                made.append(Instruction(-1, barrier_of(place), None))
             elif place < len(indices):
                 made.append(instructions[indices[place]].of(microbatches[place]))
             else:

@@ -15,7 +15,7 @@ from support.tuning_jobs import hasty
 from hf_helix.config import parse_link
 from hf_helix.measure.overlap import transports
 from hf_helix.operators.communication.transport import Recorder
-from hf_helix.report.comparison import format_comparison, format_speeds, predict_around
+from hf_helix.report.comparison import format_comparison
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.runner import forget_gradients
 from hf_helix.tuning.result_text import format_scorecard
@@ -76,14 +76,12 @@ def on_an_even_link(folder: str) -> dict[str, Any]:
     with hasty(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
         trainer.train()
         compared = trainer.compare_plans(["sequential"], repeats=1)
-        speeds = format_speeds(predict_around(compared), compared)
     trainer.create_model_card()
     card = Path(folder, "README.md")
     return {
         "rate": trainer.helix.mesh.link.rate,
         "said": said.getvalue(),
         "table": format_comparison(compared),
-        "speeds": speeds,
         "scorecard": format_scorecard(compared.overlaps["greedy"], "greedy"),
         "card": card.read_text() if trainer.is_world_process_zero() else "",
         "about": dict(compared.profile.about),
@@ -125,8 +123,6 @@ def test_an_even_link_is_found_agreed_and_said(cluster_of: Any, tmp_path: Path):
     for text in (first["table"], first["scorecard"], first["card"]):
         assert f"emulated link of {str_of(first['rate'])} (even)" in text
     assert "without the emulated link, measured: sequential" in first["table"]
-    assert "emulated link" in first["speeds"].splitlines()[1]
-    assert first["speeds"].count("measured") == 2  # the heading, and the row
     assert set(first["bare"]) == set(first["steps"]) == {"sequential", "greedy"}
 
 

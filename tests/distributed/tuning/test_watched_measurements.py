@@ -13,7 +13,7 @@ from hf_helix.measure import overlap as measure
 from hf_helix.measure.operators import Bench, measure_profile
 from hf_helix.measure.overlap import measure_overlap
 from hf_helix.planning.graph.operator import Kind, Part
-from hf_helix.planning.window.layout import named_gathers, named_operators
+from hf_helix.planning.window.layout import named_operators
 
 TP = {"tp_size": 2, "model": {"num_hidden_layers": 1}}
 CASES: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ def test_the_profiler_and_the_timing_of_a_plan(name: str) -> None:
             profile = measure_profile(runner, window, pairs=name != "gathers")
             result = measure_overlap({"sequential": runner}, window, repeats=1)
         kinds = {name: op.kind for name, op in named_operators(runner.layout)}
-        units, names = runner.rank_units.all_units, [name for name, _ in named_gathers(runner.layout)]
+        units, names = runner.rank_units.all_units, runner.layout.gather_names
         pieces = [units[each.units[0]].flat_parameters[each.name].buffer.nbytes for each in runner.layout.gathers]
     # Of every weight that is gathered from two ranks, each sends its half.
     assert [profile.bytes[name] for name in names] == [piece // 2 for piece in pieces]

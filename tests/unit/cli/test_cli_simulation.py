@@ -200,6 +200,10 @@ def test_a_model_that_no_layout_holds_is_refused_with_all_reasons(capsys: Any, t
         (["--batch_tokens", "0"], "--batch_tokens 0: give a number"),
         (["--top", "0"], "--top 0: give 1 or more"),
         (["--sequence_length", "0"], "--sequence_length 0: give 1 or more"),
+        (
+            ["--model", str(ROOT / "recipes" / "models" / "tiny-gpt2"), "--sequence_length", "4096"],
+            "--sequence_length 4096: GPT2LMHeadModel has embeddings of 512 positions; give --sequence_length 512",
+        ),
         (["--imbalance", "nan"], "--imbalance nan: give 1 or more"),
         (["--expert_capacity_factor", "0.5"], "--expert_capacity_factor 0.5: give 1 or more, such as 1.25"),
         (["--expert_capacity_factor", "2", "--imbalance", "1.5"], "--imbalance 1.5: with --expert_capacity_factor"),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.programs import build_programs
 from support.simulated import case_of, counted, on_meta
 
 from hf_helix.doctor.amounts.amounts import Amounts
@@ -17,7 +18,6 @@ from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, Instruction
-from hf_helix.planning.window.program import build_programs
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "tp2 full": {"tp_size": 2, "recompute": "full"},

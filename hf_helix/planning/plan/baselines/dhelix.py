@@ -30,7 +30,7 @@ from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
 from hf_helix.planning.plan.block_plan import BARRIER, Order, entries, sequential
 from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.profile import Profile
-from hf_helix.planning.window.window import COMPUTE, STREAMS, WindowArrays
+from hf_helix.planning.window.window import COMPUTE, NONE, STREAMS, WindowArrays
 
 SEGMENT = 3
 MOVED = 2
@@ -142,6 +142,9 @@ class _Block:
             [[place[need] for need in self.waits[i] if need in place] for i in group],
             list(range(len(group))),
             [self._names[i] for i in group],
+            [0] * len(group),
+            [0] * len(group),
+            [NONE] * len(group),
         )
         return simulate(arrays, self._slowdown).seconds
 
@@ -161,86 +164,63 @@ class _Block:
             start = max(start, ends.get(need, 0.0))  # 0: it ran before the last barrier
         ends[i] = free[stream] = start + self.seconds[i]
 
-
-class _Pairs:
-    """P(i, j) of the paper: the best time of two concurrent segments, computed on demand."""
-
-    def __init__(self, block: _Block) -> None:
-        self.block = block
-        self.known: dict[Segments, tuple[float, tuple[int, ...]]] = {}
-        self.movable_seconds: dict[Bits, float] = {}
-        self.floors: dict[tuple[int, int, int, int], tuple[float, float]] = {}
-
-    def floor(self, segments: Segments) -> float:
-        """A lower bound of all interleavings: each stream's load, and each strand alone."""
-        i, a, j, b, movable = segments
-        if (i, a, j, b) not in self.floors:
-            block = self.block
-            strands = block.chains[0][i : i + a], block.chains[1][j : j + b]
-            loads = [0.0] * len(STREAMS)
-            for n in (*strands[0], *strands[1]):
-                loads[block.streams[n]] += block.seconds[n]
-            self.floors[i, a, j, b] = loads[COMPUTE], max(*loads, *map(block.bound, strands))
-        compute, rest = self.floors[i, a, j, b]
-        if movable not in self.movable_seconds:
-            self.movable_seconds[movable] = sum(self.block.seconds[n] for n in self.block.members(movable))
-        return max(compute + self.movable_seconds[movable], rest)
-
-    def best(self, segments: Segments, limit: float) -> tuple[float, tuple[int, ...]]:
-        """Time and order of the best interleaving if it takes less than `limit`; else a bound of at least `limit`."""
-        known = self.known.get(segments)
-        if known is None or (not known[1] and known[0] < limit):
-            known = self.known[segments] = _Interleaving(self.block, segments, limit).best
-        return known
+    def floor_of_chains(self, i: int, a: int, j: int, b: int) -> tuple[float, float]:
+        """The load of computation of two segments without movable operators, and a bound by the other streams and by
+        each strand alone."""
+        strands = self.chains[0][i : i + a], self.chains[1][j : j + b]
+        loads = [0.0] * len(STREAMS)
+        for n in (*strands[0], *strands[1]):
+            loads[self.streams[n]] += self.seconds[n]
+        return loads[COMPUTE], max(*loads, *map(self.bound, strands))
 
 
-class _Interleaving:
-    """Depth-first search of the interleavings of two segments; `best` is (limit, no order) if none takes less."""
+def _interleave(block: _Block, segments: Segments, limit: float) -> tuple[float, tuple[int, ...]]:
+    """Returns time and order of the best interleaving of two segments, by a depth-first search; `limit` and no order if
+    none takes less."""
+    i, a, j, b, movable = segments
+    strands = block.chains[0][i : i + a], block.chains[1][j : j + b]
+    operators = [*strands[0], *strands[1], *block.members(movable)]
+    best: tuple[float, tuple[int, ...]] = (limit, ())
+    ends: dict[int, float] = {}  # those left from other ways are written anew before they are read
 
-    def __init__(self, block: _Block, segments: Segments, limit: float) -> None:
-        i, a, j, b, self.movable = segments
-        self.block, self.start = block, (i, j)
-        self.strands = block.chains[0][i : i + a], block.chains[1][j : j + b]
-        self.length = a + b + len(block.members(self.movable))
-        self.best: tuple[float, tuple[int, ...]] = (limit, ())
-        self.ends: dict[int, float] = {}  # those left from other ways are written anew before they are read
-        compute = sum(block.seconds[n] for n in (*self.strands[0], *self.strands[1]) if block.streams[n] == COMPUTE)
-        compute += sum(block.seconds[n] for n in block.members(self.movable))
-        self._extend((0, 0), self.movable, [0.0] * len(STREAMS), (), compute)
+    def choices(issued: tuple[int, int], waiting: Bits) -> Iterator[tuple[int, tuple[int, int], Bits]]:
+        """The next operators: a collective whose turn has come, or else any computation."""
+        found = []
+        for strand, (segment, count) in enumerate(zip(strands, issued, strict=True)):
+            if count < len(segment) and not block.follows[segment[count]] & waiting:
+                n = segment[count]
+                choice = n, (issued[0] + (strand == 0), issued[1] + (strand == 1)), waiting
+                if block.streams[n] != COMPUTE:
+                    yield choice
+                    return
+                found.append(choice)
+        yield from found
+        for m, (strand, place) in enumerate(block.places):
+            if waiting >> m & 1 and place <= (i, j)[strand] + issued[strand]:
+                n = block.movable[m]
+                if not block.follows[n] & waiting:
+                    yield n, issued, waiting & ~(1 << m)
 
-    def _extend(
-        self, issued: tuple[int, int], movable: Bits, free: list[float], order: tuple[int, ...], compute: float
+    def extend(
+        issued: tuple[int, int], waiting: Bits, free: list[float], order: tuple[int, ...], compute: float
     ) -> None:
         """Extends an order, with `compute` seconds of computation left."""
-        block = self.block
-        if len(order) == self.length:
+        nonlocal best
+        if len(order) == len(operators):
             seconds = block.seconds_of(order)
-            if seconds < self.best[0] * (1 - NEAR):
-                self.best = seconds, order
+            if seconds < best[0] * (1 - NEAR):
+                best = seconds, order
             return
-        for n, next_issued, next_movable in self._choices(issued, movable):
+        for n, next_issued, next_waiting in choices(issued, waiting):
             then = free.copy()
-            block.issue(n, then, self.ends)
+            block.issue(n, then, ends)
             left = compute - (block.seconds[n] if block.streams[n] == COMPUTE else 0.0)
-            if max(then[COMPUTE] + left, *then) < self.best[0] * (1 - NEAR):
-                self._extend(next_issued, next_movable, then, (*order, n), left)
+            if max(then[COMPUTE] + left, *then) < best[0] * (1 - NEAR):
+                extend(next_issued, next_waiting, then, (*order, n), left)
 
-    def _choices(self, issued: tuple[int, int], movable: Bits) -> list[tuple[int, tuple[int, int], Bits]]:
-        """The next operators: a collective whose turn has come, or else any computation."""
-        block, choices = self.block, []
-        for strand, (segment, count) in enumerate(zip(self.strands, issued, strict=True)):
-            if count < len(segment) and not block.follows[segment[count]] & movable:
-                n = segment[count]
-                choice = n, (issued[0] + (strand == 0), issued[1] + (strand == 1)), movable
-                if block.streams[n] != COMPUTE:
-                    return [choice]
-                choices.append(choice)
-        for m, (strand, place) in enumerate(block.places):
-            if movable >> m & 1 and place <= self.start[strand] + issued[strand]:
-                n = block.movable[m]
-                if not block.follows[n] & movable:
-                    choices.append((n, issued, movable & ~(1 << m)))
-        return choices
+    compute = sum(block.seconds[n] for n in (*strands[0], *strands[1]) if block.streams[n] == COMPUTE)
+    extend((0, 0), movable, [0.0] * len(STREAMS), (), compute + sum(block.seconds[n] for n in block.members(movable)))
+    return best
 
 
 class _Search:
@@ -248,11 +228,26 @@ class _Search:
 
     def __init__(self, block: _Block) -> None:
         self.block = block
-        self.pairs = _Pairs(block)
         self.lengths = len(block.chains[0]), len(block.chains[1])
         self.ready = {(i, j): block.ready(i, j) for i in range(self.lengths[0] + 1) for j in range(self.lengths[1] + 1)}
         self.local = [[0, *accumulate(block.streams[n] == LOCAL for n in chain)] for chain in block.chains]
         self.reached: dict[State, tuple[float, State, tuple[int, ...]]] = {(0, 0, 0): (0.0, (0, 0, 0), ())}
+        self.known: dict[Segments, tuple[float, tuple[int, ...]]] = {}
+        self.floor_of_chains = cache(block.floor_of_chains)
+        self.seconds_of_movable = cache(lambda movable: sum(block.seconds[n] for n in block.members(movable)))
+
+    def floor(self, segments: Segments) -> float:
+        """A lower bound of all interleavings: each stream's load, and each strand alone."""
+        compute, rest = self.floor_of_chains(*segments[:4])
+        return max(compute + self.seconds_of_movable(segments[4]), rest)
+
+    def best(self, segments: Segments, limit: float) -> tuple[float, tuple[int, ...]]:
+        """P(i, j) of the paper: time and order of the best interleaving if it takes less than `limit`; else a bound of
+        at least `limit`."""
+        known = self.known.get(segments)
+        if known is None or (not known[1] and known[0] < limit):
+            known = self.known[segments] = _interleave(self.block, segments, limit)
+        return known
 
     def run(self) -> list[tuple[int, ...]]:
         """Returns the operators between the barriers of the best order, group by group."""
@@ -285,7 +280,7 @@ class _Search:
         for _, floor, before, segments in sorted(self._ways(state), key=itemgetter(0, 1)):
             if floor < best[0] * (1 - NEAR):
                 start = self.reached[before][0]
-                seconds, order = self.pairs.best(segments, best[0] - start)
+                seconds, order = self.best(segments, best[0] - start)
                 if order and start + seconds < best[0]:
                     best = start + seconds, before, order
         if best[2]:
@@ -306,7 +301,7 @@ class _Search:
                     before = (i - a, j - b, issued & ready & ~moved)
                     if before in self.reached and before != state:
                         segments = (i - a, a, j - b, b, new | moved)
-                        floor = self.reached[before][0] + self.pairs.floor(segments)
+                        floor = self.reached[before][0] + self.floor(segments)
                         yield a + b + (new | moved).bit_count() > 1, floor, before, segments
 
 

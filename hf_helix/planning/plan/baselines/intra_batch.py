@@ -11,7 +11,7 @@ time.
 `hf_helix.runtime.intra_batch` runs tiles.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -83,23 +83,14 @@ class Site:
 
 
 def tile_graph(graph: Graph, tiles: int) -> Graph:
-    """Returns the forward graph with every collective of a single linear cut into tiles.
-
-    Raises:
-        ValueError: fewer than one tile.
-    """
-    if tiles < 1:
-        raise ValueError(f"tiles={tiles}: a collective is cut into at least one tile; 1 leaves it whole")
-    if tiles == 1:
-        return graph
-    relative_cost = _light(graph, tiles)
-    replaced: dict[str, list[Operator]] = {}
-    cut = sites(graph)
+    """Returns the forward graph with every collective of a single linear cut into tiles."""
+    cut = sites(graph) if tiles > 1 else []
     if not cut:
         return graph
     repeated = {value for op in graph.operators if op.recomputed for value in op.writes}
+    replaced: dict[str, list[Operator]] = {}
     for site in cut:
-        pieces = _pieces(site, tiles, relative_cost, recomputed=site.first.reads[0] in repeated)
+        pieces = _pieces(site, tiles, recomputed=site.first.reads[0] in repeated)
         replaced[site.first.name], replaced[site.second.name] = pieces
     operators = tuple(piece for op in graph.operators for piece in replaced.get(op.name, [op]))
     return replace(graph, operators=operators)
@@ -217,19 +208,12 @@ def _fits(site: Site) -> bool:
     return moves and linear.splits_dgrad_wgrad and all(len(op.reads) == 1 for op in (linear, collective))
 
 
-def _pieces(site: Site, tiles: int, relative_cost: float, recomputed: bool) -> tuple[list[Operator], list[Operator]]:
+def _pieces(site: Site, tiles: int, recomputed: bool) -> tuple[list[Operator], list[Operator]]:
     """The tiles of the first and of the second operator, in canonical order; `recomputed`: whether backward recomputes
     the operators before."""
     first, second = site.first, site.second
     parts = tuple(f"{site.cut}.{tile}" for tile in range(tiles))
-    cut = Operator(
-        name=site.cut,
-        kind=Kind.COMPUTE,
-        reads=first.reads,
-        writes=parts,
-        recomputed=recomputed,
-        relative_cost=relative_cost,
-    )
+    cut = Operator(name=site.cut, kind=Kind.COMPUTE, reads=first.reads, writes=parts, recomputed=recomputed)
     firsts = _tiles(first, parts)
     seconds = _tiles(second, [op.writes[0] for op in firsts])
     results = tuple(value for op in seconds for value in op.writes)
@@ -239,7 +223,6 @@ def _pieces(site: Site, tiles: int, relative_cost: float, recomputed: bool) -> t
         reads=results,
         writes=second.writes,
         recomputed=second.recomputed,
-        relative_cost=relative_cost,
     )
     if site.gathers:  # every tile is on its way before the first is computed with
         return [cut, *firsts], [*seconds, join]
@@ -256,20 +239,9 @@ def _tiles(op: Operator, values: Sequence[str]) -> list[Operator]:
             forward_name="",
             reads=(value,),
             writes=tuple(f"{written}.{tile}" for written in op.writes),
-            relative_cost=op.relative_cost / len(values),
         )
         for tile, value in enumerate(values)
     ]
-
-
-def _local_operators(graph: Graph) -> Iterator[Operator]:
-    return (op for op in graph.operators if op.kind is Kind.COMPUTE and not op.splits_dgrad_wgrad)
-
-
-def _light(graph: Graph, tiles: int) -> float:
-    """The relative cost of a cut or join: half the lightest local operator's, since backward counts double."""
-    least = min((op.relative_cost for op in graph.operators), default=1.0) / tiles
-    return min((op.relative_cost for op in _local_operators(graph)), default=least) / 2
 
 
 def _first_tile(name: Name, op: Operator) -> Name:
@@ -286,7 +258,7 @@ def source_of(name: Name, op: Operator, profile: Profile, tiles: int) -> tuple[N
     base, _, last = op.forward_name.rpartition(".")
     if last.isdecimal():
         return (unit, f"{entry[0]}.{base}{op.name.removeprefix(op.forward_name)}"), tiles
-    whole = profile.layout.graphs[unit].forward
-    local = list(_local_operators(whole))
-    cheapest = min(((unit, f"F.{other.name}") for other in local or whole.operators), key=profile.times.__getitem__)
+    whole = profile.layout.graphs[unit].forward.operators
+    local = [op for op in whole if op.kind is Kind.COMPUTE and not op.splits_dgrad_wgrad]
+    cheapest = min(((unit, f"F.{other.name}") for other in local or whole), key=profile.times.__getitem__)
     return cheapest, 1 if local else tiles

@@ -34,3 +34,12 @@ def test_deep_models_are_derived_alike_with_and_without_weights(name: str) -> No
         found = getattr(family_of(made), "calls", None)  # none of a declared family
         calls.append(found and [found.has_rows, *(call.key for call in found.calls)])
     assert calls[0] == calls[1]
+
+
+@pytest.mark.parametrize(("name", "expected"), [("OPTForCausalLM", 128), ("Olmo2ForCausalLM", None)])
+def test_the_tables_of_positions_bound_the_length_of_rows(name: str, expected: int | None) -> None:
+    """OPT looks positions up two rows further down."""
+    made = getattr(transformers, name)(default_config(name, 2))
+    assert family_of(made).num_positions(made) == expected
+    tables = [module for module in made.modules() if isinstance(module, torch.nn.Embedding)]
+    assert expected is None or expected + 2 in {len(table.weight) for table in tables}

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from support.graphs import LLAMA, layout_of, llama_layer
+from support.programs import build_programs
 
 from hf_helix.config import RULES
 from hf_helix.planning.graph.backward import GraphPair, derive_backward
@@ -16,7 +17,7 @@ from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.named import build_schedule
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.planning.window.layout import named_operators
-from hf_helix.planning.window.program import build_programs, validate_program
+from hf_helix.planning.window.program import validate_program
 from hf_helix.planning.window.window import pattern_of
 
 LINEARS = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
@@ -81,7 +82,7 @@ def test_a_frozen_layer_gives_back_all_that_it_takes(frozen: tuple[str, ...], mo
     graphs = {**LLAMA, "layer": GraphPair.of(recomputed(trained(0, *frozen), mode))}
     layout = layout_of(graphs, 3)
     pattern = pattern_of(layout)
-    for again in (False, True):
-        result = activation_memory(pattern, layout, {"layer": shares_of(graphs["layer"])}, again)
+    memory = activation_memory(pattern, layout, {"layer": shares_of(graphs["layer"])})
+    for again, result in zip((False, True), memory, strict=True):
         assert (sum(result.alloc) > 0) == (not again or mode != "none")
         assert sum(result.alloc) == pytest.approx(sum(result.free))

@@ -72,13 +72,11 @@ def test_greedy_waits_for_nothing_and_takes_weight_gradients_last():
 # Search
 
 
-@pytest.mark.parametrize("extra_live_layers", [0, 1])
-def test_hardly_ever_longer_than_greedy(few_steps: None, extra_live_layers: int):
+def test_hardly_ever_longer_than_greedy(few_steps: None):
     """On the window it is judged by: at most three layers a chunk."""
     profile, schedule = llama_profile(5, 0, interference=True), schedule_of(4)
-    flow = search(profile, schedule, extra_live_layers)
-    assert flow.extra_live_layers == extra_live_layers
-    longest = CLOSE * timeline_of(greedy(profile, extra_live_layers), profile, schedule).seconds
+    flow = search(profile, schedule)
+    longest = CLOSE * timeline_of(greedy(profile), profile, schedule).seconds
     assert timeline_of(flow, profile, schedule).seconds <= longest
 
 

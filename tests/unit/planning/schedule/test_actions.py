@@ -84,12 +84,6 @@ def test_actions_are_plain_data():
     assert not Slot.parse("0I1").fused
 
 
-@pytest.mark.parametrize("pair", [(Action(0, "B", 0), None), (None, Action(0, "F", 0)), (None, Action(0, "X", 0))])
-def test_slots_run_forward_beside_backward(pair: tuple[Action | None, Action | None]):
-    with pytest.raises(ValueError, match="an F beside a B, I or W"):
-        Slot(*pair)
-
-
 def test_format_marks_the_slot_it_is_told():
     schedule = folded_1f1b(1, 1)
     assert format_schedule(schedule) == "rank 0: 0F0 1F0 1B0 0B0"

@@ -13,7 +13,7 @@ from hf_helix.planning.schedule.actions import Slot, format_schedule, parse_sche
 from hf_helix.planning.schedule.auto import SEARCHED, Policy, choose_schedule, list_schedule
 from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.schedule.placement import FOLD, stage_ranks
-from hf_helix.planning.schedule.scheduler import find_schedule
+from hf_helix.planning.schedule.scheduler import Scheduler, simulate_layers
 from hf_helix.planning.schedule.slot_clock import Costs, Simulated, SlotClock, simulate_schedule
 from hf_helix.planning.schedule.validate import validate
 
@@ -154,9 +154,9 @@ def named(num_ranks: int, num_microbatches: int, costs: Costs) -> dict[str, Simu
     return {name: simulate_schedule(build_schedule(name, num_ranks, num_microbatches), ranks, costs) for name in names}
 
 
-def chosen(num_ranks: int, num_microbatches: int, costs: Costs, **options: int) -> Simulated:
+def chosen(num_ranks: int, num_microbatches: int, costs: Costs) -> Simulated:
     ranks = stage_ranks(FOLD, num_ranks)
-    label, schedule = choose_schedule(num_ranks, num_microbatches, costs, **options)
+    label, schedule = choose_schedule(num_ranks, num_microbatches, costs)
     validate(schedule, num_microbatches, ranks)
     assert label in ("folded_1f1b", "dualpipe_v", SEARCHED)
     if label != SEARCHED:
@@ -192,17 +192,6 @@ def test_the_choice_on_uneven_stages(seed: int, hasty: None):
     result = chosen(num_ranks, count, costs)
     assert result.seconds <= min(other.seconds for other in named(num_ranks, count, costs).values()) + 1e-9
     assert format_schedule(choose_schedule(num_ranks, count, costs)[1]) == format_schedule(result.schedule)
-
-
-def test_the_choice_keeps_to_the_room_it_is_given_and_makes_use_of_it(hasty: None):
-    costs, seconds = even(6, **UNIT, gain=1.2), []
-    for max_live in (2, 4, 7):
-        result = chosen(3, 9, costs, max_live=max_live)
-        assert max(result.live) <= max_live
-        seconds.append(result.seconds)
-    assert seconds[0] > 1.1 * seconds[1] > 1.1 * 1.1 * seconds[2]
-    with pytest.raises(ValueError, match=r"max_live=1 is too few.* use 2 or more"):
-        choose_schedule(2, 4, even(4), max_live=1)
 
 
 @pytest.mark.slow
@@ -255,13 +244,13 @@ def test_refinement_helps(costs: dict[str, float], monkeypatch: pytest.MonkeyPat
 def test_schedules_are_found_by_name_or_path(tmp_path: Path, hasty: None):
     costs, path = even(4), tmp_path / "schedule.txt"
     for name in PLACEMENT_OF:
-        assert find_schedule(name, 2, 5, costs) == (name, build_schedule(name, 2, 5))
-        assert find_schedule(name, 2, None, costs) == (name, build_schedule(name, 2, 6))
-    assert find_schedule("auto", 2, 5, costs) == choose_schedule(2, 5, costs)
+        assert Scheduler(name, 2, costs).find(5) == (name, build_schedule(name, 2, 5))
+        assert simulate_layers(name, 2, None)[1].schedule == build_schedule(name, 2, 6)
+    assert Scheduler("auto", 2, costs).find(5) == choose_schedule(2, 5, costs)
     path.write_text(format_schedule(build_schedule("folded_1f1b", 2, 5)))
-    for count in (None, 5):
-        assert find_schedule(str(path), 2, count, costs) == (str(path), build_schedule("folded_1f1b", 2, 5))
+    assert Scheduler(str(path), 2, costs).find(5) == (str(path), build_schedule("folded_1f1b", 2, 5))
+    assert simulate_layers(str(path), 2, None)[1].schedule == build_schedule("folded_1f1b", 2, 5)
     with pytest.raises(
         ValueError, match=r"'magic' is neither .* use one of auto, folded_1f1b, dualpipe_v, 1f1b, or the"
     ):
-        find_schedule("magic", 2, 5, costs)
+        Scheduler("magic", 2, costs)

@@ -163,9 +163,10 @@ def test_a_name_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path
     ):
         load_cluster("a41x64")
     file = tmp_path / "mine.yaml"
-    file.write_text("name: [unclosed")
-    with pytest.raises(ValueError, match=r"mine.yaml: not YAML"):
-        load_cluster(file)
+    for content in (b"name: [unclosed", b"\xff\xfe\xff"):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"mine.yaml: not YAML"):
+            load_cluster(file)
     file.write_text(yaml.safe_dump(LEAST))
     assert load_cluster(file).name == "two"
     assert load_cluster("h100x8.yaml") == load_cluster("h100x8")

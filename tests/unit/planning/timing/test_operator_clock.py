@@ -28,6 +28,9 @@ def work(*rows: tuple[Kind, float, list[int]]) -> WindowArrays:
         needs=[list(needs) for _, _, needs in rows],
         entries=list(range(len(rows))),
         names=[("unit", str(place)) for place in range(len(rows))],
+        ranks=[0] * len(rows),
+        lanes=[0] * len(rows),
+        size_sources=[NONE] * len(rows),
     )
 
 

@@ -20,12 +20,13 @@ from support.graphs import (
     random_times,
 )
 
-from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.graph.backward import GraphPair
+from hf_helix.planning.graph.operator import Graph, Kind
 from hf_helix.planning.schedule.placement import FOLD, stage_ranks
 from hf_helix.planning.text import format_json
 from hf_helix.planning.timing.profile import Pair, Profile, rough_profile
 from hf_helix.planning.timing.profile_file import load_profile, profile_json, save_profile
-from hf_helix.planning.window.layout import named_operators
+from hf_helix.planning.window.layout import Layout, named_operators
 
 LAYOUT = layout_of(LLAMA, 3)
 UP, DOWN, ACT = ("layer", "F.mlp.up"), ("layer", "F.mlp.down"), ("layer", "F.mlp.act")
@@ -169,6 +170,20 @@ def test_layouts_and_declared_properties_of_operators_survive(tmp_path: Path):
     operators = [*layer.forward.operators[:-1], whole]
     other = layout_of({**SMALL, "layer": pair("layer", *operators, repeats=True)}, 2)
     check_refused(path, r"other operators.*wgrad_fraction", layout=other)
+
+
+def test_graphs_survive_that_show_values_or_hand_on_values_without_gradients(tmp_path: Path):
+    """As of experts below a loss of the caller's own, and of layers that hand on the tokens that they chose."""
+    ends = {"name": "layer", "repeats": True, "outputs": ("mix",)}
+    router = compute("router", "x", "logits chosen")
+    shows = Graph(operators=(router, compute("mix", "chosen")), inputs=("x",), shown=("logits",), **ends)
+    passing = compute("pass", "before", "after", non_differentiable=("after",))
+    ends |= {"inputs": ("x", "before"), "outputs": ("mix", "after"), "plain_inputs": ("before",)}
+    hands_on = Graph(operators=(compute("mix", "x before"), passing), **ends)
+    for graph in (shows, hands_on):
+        layout = Layout(["layer", "layer"], {0: [0, 1]}, {"layer": GraphPair.of(graph)})
+        save_profile(profile_of(layout), tmp_path / "profile.json")
+        assert load_profile(tmp_path / "profile.json", layout=layout).layout == layout
 
 
 def test_a_file_has_a_line_for_each_operator_and_pair(file: Path):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.graphs import SMALL, UNTILED, layout_of, loss_gradient, profile_of, schedule_of, timeline_of
+from support.programs import build_programs
 
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.plan import search as searching
@@ -21,11 +22,8 @@ from hf_helix.planning.window.layout import (
     GradientReduction,
     Layout,
     WeightGather,
-    named_copies,
-    named_gathers,
-    named_reductions,
 )
-from hf_helix.planning.window.program import build_program, build_programs, validate_program
+from hf_helix.planning.window.program import build_program, validate_program
 from hf_helix.planning.window.window import COMPUTE, Window
 
 LAYERS = 8
@@ -64,8 +62,8 @@ def profile_with(gather_ms: float = 0.0, sum_ms: float = 0.0, layers: int = 3) -
     layout = summed(layout) if sum_ms else layout
     rough = rough_profile(layout)
     times = {name: 1e-5 if rough.kind(name).communicates else 4e-3 for name in rough.times}
-    times |= {name: gather_ms / 1e3 for name, _ in named_gathers(layout)}
-    times |= {name: sum_ms / 1e3 for name, _ in named_reductions(layout)}
+    times |= dict.fromkeys(layout.gather_names, gather_ms / 1000.0)
+    times |= dict.fromkeys(layout.reduction_names, sum_ms / 1000.0)
     return profile_of(layout, times)
 
 
@@ -74,7 +72,7 @@ def often(profile: Profile, on_host: bool = False) -> Profile:
     first, *others = profile.layout.reductions
     sums = [first, *(replace(each, every_microbatch=True) for each in others)]
     layout = replace(profile.layout, reductions=sums, on_host=on_host)
-    copies = dict.fromkeys((name for name, _ in named_copies(layout)), 1e-3)
+    copies = dict.fromkeys([*layout.copy_names(Kind.DOWN), *layout.copy_names(Kind.UP)], 1e-3)
     return replace(profile, layout=layout, times={**copies, **profile.times})
 
 
@@ -166,7 +164,7 @@ def test_arrays_of_scaled_times_share_nothing_with_their_original() -> None:
     scaled = arrays.with_compute_scaled(2.0)
     assert scaled.needs == arrays.needs
     assert scaled.loads()[Kind.COMPUTE] == pytest.approx(2 * arrays.loads()[Kind.COMPUTE])
-    scaled.needs[0].append(scaled.append(COMPUTE, 0.0, [], 0))
+    scaled.needs[0].append(scaled.append_barrier([], 0))
     assert arrays == same != scaled
 
 
@@ -260,7 +258,7 @@ def test_the_bound_knows_which_link_sums_share() -> None:
     moving = [name for name in quiet.times if quiet.kind(name) is Kind.INTRA_NODE]
     times = {**quiet.times, **dict.fromkeys(moving, 0.1)}
     alone = lower_bound(replace(quiet, times=times), schedule_of(2))
-    sums = [name for name, _ in named_reductions(quiet.layout)]
+    sums = quiet.layout.reduction_names
     times |= dict.fromkeys(sums, alone / 2 / len(sums))
     for over, expected in {"": alone, "inter_node": alone, "intra_node": 1.5 * alone}.items():
         about = {**quiet.about, **({REDUCTIONS_OVER: over} if over else {})}
@@ -288,7 +286,11 @@ def test_tiles_and_files_keep_them(tmp_path: Path) -> None:
         save_profile(profile, path)
         loaded = load_profile(path).layout
         assert (loaded.gathers, loaded.reductions) == (profile.layout.gathers, profile.layout.reductions)
-    for said, lacking in (("gathers of weights", {"sum_ms": 8.0}), ("sums of gradients", {"gather_ms": 1.0})):
+    gathers, sums = len(once.layout.gathers), len(once.layout.reductions)
+    lacks_gathers = f"gathers of weights \\({gathers} here", {"sum_ms": 8.0}
+    lacks_sums = f"sums of gradients \\({sums} here", {"gather_ms": 1.0}
+    assert gathers != sums
+    for said, lacking in (lacks_gathers, lacks_sums):
         save_profile(profile_with(**lacking), path)
         with pytest.raises(ValueError, match=f"does not cover the {said}"):
             load_profile(path, layout=once.layout)

@@ -23,6 +23,7 @@ from support.graphs import (
     random_times,
 )
 from support.marks import slow
+from support.programs import build_programs
 
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.plan.list_scheduler import Priorities
@@ -38,7 +39,6 @@ from hf_helix.planning.schedule.slot_clock import Costs
 from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.window.instructions import Instruction, transfer_key
 from hf_helix.planning.window.layout import Layout
-from hf_helix.planning.window.program import build_programs
 from hf_helix.runtime.streams import CudaStreams
 
 Way = tuple[int, int, bool]

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from support.arrays import arrays_of, window_instructions
 from support.graphs import autograd, compute, linear, loss_gradient, pair, pipeline_of, profile_of, schedule_of
+from support.programs import build_programs
 
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Kind, Operator, Part
@@ -19,7 +20,7 @@ from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile_file import graph_data, graph_from
 from hf_helix.planning.window.instructions import Instruction, pass_instructions, unit_instructions
 from hf_helix.planning.window.layout import Key, Layout, named_operators
-from hf_helix.planning.window.program import build_program, build_programs, validate_program
+from hf_helix.planning.window.program import build_program, validate_program
 from hf_helix.planning.window.repetition import order_window
 from hf_helix.planning.window.window import COMPUTE, Window
 
@@ -97,7 +98,7 @@ def test_a_window_as_numbers_is_what_its_instructions_are(count: int):
     """Units of one name differ in what is issued in them: in the last layer, the weights of the head."""
     profile, schedule = profile_of(LAYOUT), schedule_of(count)
     made, window = window_instructions(schedule, LAYOUT), Window(schedule, LAYOUT)
-    assert [window.instruction(place) for place in range(len(window))] == made
+    assert window.instructions(range(len(window))) == made
     expected, result = arrays_of(made, LAYOUT, profile.times), window.arrays(profile.times)
     assert [sorted(needs) for needs in result.needs] == [sorted(needs) for needs in expected.needs]
     assert replace(result, needs=[]) == replace(expected, needs=[])
@@ -191,7 +192,7 @@ def test_long_windows_gather_alike(rule: str, num_ranks: int, ahead: int):
         whole = ordered.lengthened(ordered.repeats, rank).ordered.program(rank)
         assert short.repeats
         assert len(short.once) < len(whole)
-        assert [replace(each, frees=(), ends=False) for each in short] == whole
+        assert [each._replace(frees=(), ends=False) for each in short] == whole
         assert num_ranks > 1 or list(short) == build_programs(schedule, layout, plan)[0]
         validate_program(short, [loss_gradient(layout)], layout)
         programs += list(short)

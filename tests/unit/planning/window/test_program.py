@@ -15,6 +15,7 @@ from support.graphs import (
     profile_of,
     schedule_of,
 )
+from support.programs import build_programs
 
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.plan import search
@@ -22,7 +23,7 @@ from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, Instruction
 from hf_helix.planning.window.layout import Layout
-from hf_helix.planning.window.program import build_programs, validate_program
+from hf_helix.planning.window.program import validate_program
 
 
 @functools.cache
@@ -75,7 +76,7 @@ def test_the_validator_finds_what_runs_twice_or_is_read_before_or_behind_its_tim
     validate_program(program, sources)
     validate_program([BARRIER_INSTRUCTION, *program], sources)
     place = next(i for i, result in enumerate(program) if result.operator.name == "norm")
-    early = replace(program[place], frees=program[place].reads)
+    early = program[place]._replace(frees=program[place].reads)
     for wrong, known, said in (
         (program, [], r"instruction \d+ \(B0 unit 3 loss\) reads \[\(3, 'd\.loss'\)\]"),
         ([program[1], program[0], *program[2:]], sources, r"instruction 0 \(F0 unit 0 scatter\) reads .*not there"),
@@ -98,8 +99,8 @@ def test_the_validator_finds_shared_gradients_out_of_turn():
     adds = [i.operator.part is not Part.F and (i.unit, i.operator.name) in layout.shared[0] for i in program]
     places = [place for place, result in enumerate(adds) if result]
     late = program.pop(places[0])  # the head's of the first micro-batch, behind its embedding
-    kept = [replace(i, frees=()) for i in program]
-    moved = [*kept[: places[1]], replace(late, frees=()), *kept[places[1] :]]
+    kept = [i._replace(frees=()) for i in program]
+    moved = [*kept[: places[1]], late._replace(frees=()), *kept[places[1] :]]
     validate_program(moved, sources)  # nothing else is wrong with it
     with pytest.raises(ValueError, match=r"adds to a shared gradient out of turn"):
         validate_program(moved, sources, layout, schedule[0])

@@ -22,6 +22,7 @@ from support.graphs import (
     random_times,
     timeline_of,
 )
+from support.programs import build_programs
 from support.schedules import live_activations
 
 from hf_helix.config import RECOMPUTE
@@ -41,7 +42,7 @@ from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Layout
-from hf_helix.planning.window.program import build_programs, validate_program
+from hf_helix.planning.window.program import validate_program
 
 BLOCKS = tuple(ORDER_BLOCK)
 SHAPES = {
@@ -82,7 +83,7 @@ def transfers(program: Iterable[Instruction]) -> dict[tuple[int, bool], list[int
 
 def check_ranks(programs: list[list[Instruction]], layout: Layout, schedule: Schedule) -> None:
     everything = [i for program in programs for i in operators_of(program)]
-    bare = [replace(i, frees=(), ends=False) for i in everything]
+    bare = [i._replace(frees=(), ends=False) for i in everything]
     assert by_operator(bare) == by_operator(window_instructions(schedule, layout))
     for rank, (program, slots) in enumerate(zip(programs, schedule, strict=True)):
         assert {layout.rank_of(i.unit) for i in program} == {rank}

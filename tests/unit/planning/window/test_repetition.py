@@ -19,6 +19,7 @@ from support.graphs import (
     random_priority,
 )
 from support.marks import slow
+from support.programs import build_programs
 
 from hf_helix.config import RECOMPUTE
 from hf_helix.planning.graph.backward import GraphPair
@@ -34,7 +35,7 @@ from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Pair, Profile
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Layout, Name
-from hf_helix.planning.window.program import build_program, build_programs, validate_program
+from hf_helix.planning.window.program import build_program, validate_program
 from hf_helix.planning.window.repetition import Periodic, order_window
 from hf_helix.planning.window.window import Window
 
@@ -79,7 +80,7 @@ def programs_of(schedule: Schedule, profile: Profile, plan: Plan) -> list[list[I
 
 
 def without_order_of_frees(program: list[Instruction]) -> list[Instruction]:
-    return [replace(each, frees=tuple(sorted(each.frees))) for each in program]
+    return [each._replace(frees=tuple(sorted(each.frees))) for each in program]
 
 
 def test_a_schedule_without_a_rhythm_is_left_as_it_is():
@@ -114,7 +115,7 @@ def test_a_window_as_numbers_is_what_its_instructions_are(
     profile = profile_for(name, num_ranks, counts, 3, recompute)
     schedule = build_schedule(name, num_ranks, num_microbatches)
     made, window = window_instructions(schedule, profile.layout), Window(schedule, profile.layout)
-    assert [window.instruction(place) for place in range(len(window))] == made
+    assert window.instructions(range(len(window))) == made
     expected, result = arrays_of(made, profile.layout, profile.times), window.arrays(profile.times)
     assert [sorted(needs) for needs in result.needs] == [sorted(needs) for needs in expected.needs]
     assert replace(result, needs=[]) == replace(expected, needs=[])
@@ -153,7 +154,7 @@ def test_priority_plans_of_several_ranks_are_valid_within_their_memory_and_hardl
     assert order_window(plan, schedule, layout).repeats
     programs, whole = programs_of(schedule, profile, plan), build_programs(schedule, layout, plan)
     for program, other, slots in zip(programs, whole, schedule, strict=True):
-        bare = [replace(each, frees=(), ends=False) for each in program]
+        bare = [each._replace(frees=(), ends=False) for each in program]
         check_whole_and_in_order(bare, window_instructions([slots], layout))
         assert most_layers_alive(program, layout) <= most_layers_alive(other, layout) + 2
     everything = [each for program in programs for each in operators_of(program)]
