@@ -54,7 +54,6 @@ OWNED: dict[str, str] = {
     "accelerate.accelerator:Accelerator": "backward accumulate unwrap_model save_model get_state_dict save_state "
     "load_state clip_grad_norm_ gather_for_metrics",
     "accelerate.state:AcceleratorState": "_shared_state",
-    "flash_attn.flash_attn_interface": "_flash_attn_forward _flash_attn_backward",
     "torchao.optim.adam:_AdamBase": "_new_buffer",
     "peft.tuners.lora": "LoraLayer Linear Embedding",
     "peft.tuners.tuners_utils": "BaseTunerLayer",
@@ -164,7 +163,6 @@ def _misfit(function: Any, takes: str) -> TypeError | None:
 
 PACKAGE = Path(hf_helix.__file__).parent
 ROOT = PACKAGE.parent
-FOREIGN = (*KNOWN, "flash_attn")
 DOORS = ("transformers", "accelerate", "trl")
 METHODS = set(USED.values())
 
@@ -354,7 +352,7 @@ def is_private(name: str) -> bool:
 def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """What is imported of private or undocumented modules, or is private itself, as `module:name`."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in FOREIGN:
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in KNOWN:
             root, _, rest = node.module.partition(".")
             hidden = any(part.startswith("_") for part in rest.split("."))
             unstable = root != "torch" and rest and node.module not in DOCUMENTED

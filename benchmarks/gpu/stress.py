@@ -20,7 +20,7 @@ from benchmarks.gpu.parity import LAYOUTS, named
 from benchmarks.gpu.report import Options, Report
 from benchmarks.gpu.windows import Local, deterministic, engine_on, same_bits, silent_mesh, train, under_plan
 from hf_helix.operators.base import TransferFn
-from hf_helix.operators.communication.transport import TransportMethod, TransportWrapper
+from hf_helix.operators.communication.transport import TransportWrapper
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.streams import CpuStreams, CudaStreams, Event
 
@@ -57,9 +57,9 @@ class Paced(TransportWrapper):
         super().__init__(Local(size, rank))
         self._pace = pace
 
-    def move(self, name: str, run: TransportMethod, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
+    def move(self, name: str, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
         self._pace()
-        run(out, value, *rows)
+        getattr(self.inner, name)(out, value, *rows)
 
 
 class PacedStreams(CudaStreams):

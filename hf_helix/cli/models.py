@@ -103,7 +103,7 @@ def headline(census: Census) -> str:
     """Returns the number of proven classes, with the versions, as a line."""
     if not census.classes:
         return "No census has been taken."
-    on_text, classifiers = (len(census.proven_as(kind, "tp2", "pp2")) for kind in (TEXT, CLASSIFIER))
+    on_text, classifiers = (len(census.proven_on("tp2", "pp2", kind=kind)) for kind in (TEXT, CLASSIFIER))
     more = f", and on text {on_text} classes with towers of images or sound," if on_text else ""
     more += f" and the decoders of {classifiers} sequence classifiers," if classifiers else ""
     return (

@@ -62,11 +62,9 @@ def forms_of(batches: Sequence[Mapping[str, Any]]) -> list[Form]:
     """Returns the form of every batch. Waits for the device once, and only for batches with a mask or positions."""
     tensors = [_figures(batch) for batch in batches]
     present = [figures for figures in tensors if figures is not None]
-    values = iter(torch.stack(present).tolist() if present else ())
-    return [
-        Form() if figures is None else _form(batch, next(values))
-        for batch, figures in zip(batches, tensors, strict=True)
-    ]
+    rows = iter(torch.stack(present).tolist() if present else ())
+    found = [None if figures is None else next(rows) for figures in tensors]
+    return [Form() if row is None else Form(*map(bool, row[:3]), *row[3:]) for row in found]
 
 
 def targets_of(batch: Mapping[str, Any]) -> Tensor:
@@ -103,12 +101,6 @@ def document_ends(positions: Tensor, form: Form) -> dict[str, Any]:
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": form.longest, "max_length_k": form.longest}
 
 
-def _form(batch: Mapping[str, Any], figures: Sequence[int]) -> Form:
-    hidden, needs, anew, num_documents, longest = figures
-    mask = batch.get("attention_mask")
-    return Form(bool(hidden) or (mask is not None and mask.dim() != 2), bool(needs), bool(anew), num_documents, longest)
-
-
 def _figures(batch: Mapping[str, Any]) -> Tensor | None:
     """Returns the values of a `Form` on the device; None for a batch without mask and positions."""
     ids, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
@@ -116,7 +108,9 @@ def _figures(batch: Mapping[str, Any]) -> Tensor | None:
         return None
     zero = torch.zeros((), dtype=torch.long, device=ids.device)
     figures = [zero] * 5
-    if mask is not None and mask.dim() == 2:
+    if mask is not None and mask.dim() != 2:
+        figures[0] = zero + 1
+    elif mask is not None:
         hidden = mask == 0
         read = hidden & (targets_of(batch) != IGNORED) if batch.get(LOSS_ALONE) else hidden
         figures[:2] = hidden.any(), read.any() | (hidden[:, :-1] & ~hidden[:, 1:]).any()

@@ -78,9 +78,8 @@ def check_causal_lm_class(name: str, instead: str = "") -> None:
 
 def has_causal_head(model: Any) -> bool:
     """Returns whether a model has a language-model head, and is no other class of Transformers."""
-    name, is_stock = type(model).__name__, type(model).__module__.startswith("transformers.")
     has_head = getattr(model, "get_output_embeddings", lambda: None)() is not None
-    return has_head and (not is_stock or name in _language_models())
+    return has_head and (is_stock(model) or not type(model).__module__.startswith("transformers."))
 
 
 def check_head(model: Any) -> None:
@@ -89,10 +88,10 @@ def check_head(model: Any) -> None:
     Raises:
         ValueError: names the class with a language-model head of the same configuration, if any.
     """
-    name, is_stock = type(model).__name__, type(model).__module__.startswith("transformers.")
+    name = type(model).__name__
     if model.get_output_embeddings() is None:
         raise ValueError(f"{name} has no language-model head: {_advice(type(model.config))}")
-    if is_stock and name not in _language_models():
+    if not has_causal_head(model):
         check_causal_lm_class(name, text_part(model))
 
 

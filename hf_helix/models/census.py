@@ -84,24 +84,18 @@ class Census:
     date: str = ""
     classes: Mapping[str, Findings] = field(default_factory=dict)
 
-    def proven_on(self, *layouts: str) -> list[str]:
-        """Returns the classes that are proven, with their defaults, on all given layouts."""
-        none = Finding(REFUSED)
+    def proven_on(self, *layouts: str, kind: str = "") -> list[str]:
+        """Returns the classes that are proven, with their defaults, on all given layouts; or those of a kind, `TEXT` or
+        `CLASSIFIER`."""
+        names, none = [name for name in self.classes if name.endswith(kind)] if kind else self.names, Finding(REFUSED)
         return [
-            name
-            for name in self.names
-            if all(self.classes[name].get(layout, none).status == PROVEN for layout in layouts)
+            name for name in names if all(self.classes[name].get(layout, none).status == PROVEN for layout in layouts)
         ]
 
     @property
     def names(self) -> list[str]:
         """The classes without variants."""
         return [name for name in self.classes if "[" not in name]
-
-    def proven_as(self, kind: str, *layouts: str) -> list[str]:
-        """Returns the classes of a kind, `TEXT` or `CLASSIFIER`, that are proven on all given layouts."""
-        named = [name for name in self.classes if name.endswith(kind)]
-        return [name for name in named if all(self.classes[name][layout].status == PROVEN for layout in layouts)]
 
     @property
     def is_current(self) -> bool:

@@ -116,6 +116,12 @@ class DerivedFamily(Family):
             further = _further_inputs(base, [] if self.towers is None else self.towers.names)
             self.unread = {**further, **documents, **({} if self.towers is None else REFUSED)}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Returns None: a copy of the model, which refers to this family, has a family of its own."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
     def _calls_of(self, base: Any) -> LayerCalls:
         """Returns the arguments of layers: with masks as tensors if the code of a layer computes with a mask, and with
         a value that layers hand on."""
@@ -453,7 +459,7 @@ class DerivedFamily(Family):
     def _taken(self, tensors: Mapping[str, Tensor], ids: Tensor, cut: SequenceCut) -> dict[str, Any]:
         """Returns this rank's part of the tensor arguments of layers."""
         inputs = {}
-        dims = {given.name: given.open for call in self.calls.calls for given in call.given}
+        dims = {given.name: given.along_tokens for call in self.calls.calls for given in call.given}
         for name, tensor in tensors.items():
             along = [dim for dim in dims[name] if tensor.shape[dim] == ids.shape[1]]
             inputs[name] = cut.take(tensor, along[0]) if along else tensor

@@ -103,21 +103,6 @@ def other_code(base: Any, is_own: bool = False) -> str:
     return ""
 
 
-def check_class(model: Any, model_class: str) -> None:
-    """Refuses a class with the name of a Transformers class that does not derive from the Transformers class.
-
-    Raises:
-        ValueError: names the two classes.
-    """
-    declared, kind = getattr(transformers, model_class, None), type(model)
-    if declared is not None and not isinstance(model, declared):
-        raise ValueError(
-            f"{kind.__module__}.{kind.__name__} has the name of {declared.__module__}.{model_class}, which is the one "
-            "that is declared, and is not made of it; give the class another name, and declare it in a family of its "
-            "own (docs/adding_a_model.md)"
-        )
-
-
 def check_traceable(model: Any) -> None:
     """Refuses models that cannot be traced: compiled modules, and hooks of Accelerate.
 

@@ -5,9 +5,9 @@ Out:  the family of a model.
 Must hold: a family is found by the name of the model's class, stated in the family's file (`model_class`).
 """
 
-import weakref
 from typing import Any
 
+import transformers
 from transformers import PreTrainedModel
 
 from hf_helix.models.derived import DerivedFamily
@@ -15,7 +15,7 @@ from hf_helix.models.families.gpt2 import GPT2
 from hf_helix.models.families.llama import Llama
 from hf_helix.models.families.phimoe import Phimoe
 from hf_helix.models.family import Family
-from hf_helix.models.model_code import check_class, check_traceable, other_code
+from hf_helix.models.model_code import check_traceable, other_code
 
 REGISTERED: dict[str, Family] = {family.model_class: family for family in (GPT2(), Llama(), Phimoe())}
 """The declared families, by the name of the model's class. Those of the package are what a reader opens first, and what
@@ -41,25 +41,27 @@ def family_of(model: Any) -> Family:
     Raises:
         ValueError: the class is not declared and cannot be derived; says why, and how to declare a family.
     """
-    kind = type(model)
     # A subclass written by a user is run as its base; a subclass in Transformers is another model.
-    names = [base.__name__ for base in kind.__mro__] if not kind.__module__.startswith("transformers.") else []
-    name = next((name for name in (kind.__name__, *names) if name in REGISTERED), None)
+    kinds = type(model).__mro__[: 1 if type(model).__module__.startswith("transformers.") else None]
+    names = (kind.__name__ for kind in kinds if kind.__name__ in REGISTERED)
+    # A class may have the name of a class in Transformers that it is not made of.
+    name = next((name for name in names if isinstance(model, getattr(transformers, name, object))), None)
     if name is None:
         return _derived(model)
-    check_class(model, name)
-    family = _DERIVED.get(model, REGISTERED[name])
+    family = vars(model).get(_FAMILY) or REGISTERED[name]
     is_settled = bool(family.traced) or getattr(model, "_is_cut_by_helix", False)
     is_ours = type(family).__module__ not in registered_elsewhere()
     return _derived(model) if is_ours and not is_settled and other_code(model) else family
 
 
-_DERIVED: weakref.WeakKeyDictionary[Any, Family] = weakref.WeakKeyDictionary()
+_FAMILY = "family_of_helix"
+"""The attribute of a model for the family derived from it. The family refers to the model, so a dictionary beside it,
+even of weak references to models, would keep both for ever."""
 
 
 def _derived(model: Any) -> Family:
-    """Returns the family derived from a model. Cached while the model lives: the family refers to the full model."""
-    if model not in _DERIVED:
+    """Returns the family derived from a model, which is derived once."""
+    if vars(model).get(_FAMILY) is None:
         if hasattr(model, "_orig_mod"):
             raise ValueError(f"{type(model).__name__} is not supported: pass the model without torch.compile")
         if not isinstance(model, PreTrainedModel):
@@ -69,5 +71,6 @@ def _derived(model: Any) -> Family:
                 "register one"
             )
         check_traceable(model)
-        _DERIVED[model] = DerivedFamily(model)
-    return _DERIVED[model]
+        vars(model)[_FAMILY] = DerivedFamily(model)
+    family: Family = vars(model)[_FAMILY]
+    return family

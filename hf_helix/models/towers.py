@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph.attention import like_embeddings
 from hf_helix.models.graph.builder import Builder
-from hf_helix.models.trace.calls import LayerCalls, stock_forward
+from hf_helix.models.trace.calls import Enough, LayerCalls, stock_forward
 from hf_helix.models.trace.opaque_calls import OPS, CallKind, OpaqueCalls
 from hf_helix.operators.param_shard import COPIED
 
@@ -331,10 +331,10 @@ class Towers:
 
         def decode(*args: Any, **kwargs: Any) -> Any:
             found.update(kwargs)
-            raise _Reached
+            raise Enough
 
         decoder = self._calls.decoder.module
-        with _forward(self._table, look_up), _forward(decoder, decode), contextlib.suppress(_Reached):
+        with _forward(self._table, look_up), _forward(decoder, decode), contextlib.suppress(Enough):
             stock_forward(self._outer)(**given)
         further = [
             name
@@ -385,16 +385,11 @@ class Towers:
             leaves = tree_leaves((args, kwargs))
             entered.append((hidden, [leaf for leaf in leaves if isinstance(leaf, Tensor)]))
             if number + 1 == len(decoder.layers):
-                raise _Reached
+                raise Enough
             return left
 
-        with decoder.stubs(called), contextlib.suppress(_Reached):
-            stock_forward(decoder.module)(**given)
+        decoder.run(called, given)
         return entered
-
-
-class _Reached(Exception):
-    """Ends the code around the decoder at the decoder's call."""
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from hf_helix.operators.fused import kernels
 from hf_helix.operators.matmul_dtype import CastWeights
 from hf_helix.planning.graph.operator import Part
 
@@ -42,11 +43,13 @@ class Precision:
         device: the type of the device, such as "cuda".
         autocast_dtype: the type of matrix products, as under `torch.autocast`; None where values keep their types.
         weights: casts of weights to the type of the products.
+        fused: whether fused kernels run, which round less often; by default as decided for operators declared last.
     """
 
     device: str = "cpu"
     autocast_dtype: torch.dtype | None = None
     weights: CastWeights = field(default_factory=CastWeights)
+    fused: bool = field(default_factory=kernels.are_used)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Returns the context in which torch itself computes in these types."""
@@ -96,10 +99,11 @@ class OperatorContext:
 
 
 @contextmanager
-def explicit_gradients() -> Iterator[None]:
+def explicit_gradients(precision: Precision | None = None) -> Iterator[None]:
     """Returns the context in which operators run. Autograd records nothing unless an operator enables it. Recorded
     graphs run backward in the calling thread; by default a GPU's run in another thread, and the caller waits for it."""
-    with torch.no_grad(), torch.autograd.set_multithreading_enabled(False):
+    fused = kernels.are_used() if precision is None else precision.fused
+    with torch.no_grad(), torch.autograd.set_multithreading_enabled(False), kernels.using(fused):
         yield
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_helix.operators.communication.transport import Axis
+from hf_helix.operators.linears.accumulate import add_product
 from hf_helix.operators.vocab_slices import VocabDivision, all_gather, start_sum
 from hf_helix.operators.vocab_tiles import CHUNK, tiles_of
 
@@ -190,11 +191,11 @@ class _LogProbs(torch.autograd.Function):
                     products.copy_(_gradient(products, ids, given, ctx.options))
                 of_hidden, of_weight, of_bias = made
                 if of_hidden is not None:
-                    _add_product(of_hidden[tile.tokens], gradient, tile.weight)
+                    add_product(of_hidden[tile.tokens], gradient, tile.weight)
                     if tile.rows.stop == len(weight):  # overlapped with what follows
                         waits.append(start_sum(of_hidden[tile.tokens], ctx.division.axis))
                 if of_weight is not None:
-                    _add_product(of_weight[tile.rows], gradient.t(), tile.hidden)
+                    add_product(of_weight[tile.rows], gradient.t(), tile.hidden)
                 if of_bias is not None:
                     of_bias[tile.rows] += gradient.sum(0, dtype=torch.float32)
         for wait in waits:
@@ -221,11 +222,3 @@ def _gradient(products: Tensor, targets: Tensor, given: list[Tensor | None], opt
         assert entropy is not None
         result.sub_(chances.mul_(of_entropy).mul_(log_probs.add_(entropy)))
     return result.mul_(slope)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds a product to a total in fp32, without rounding the product to its operands' type first."""
-    if total.device.type == "cuda" and left.dtype in (torch.float16, torch.bfloat16):
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:
-        total.addmm_(left.float(), right.float())

@@ -18,14 +18,7 @@ from hf_helix.config import PARAMETERS
 from hf_helix.doctor.amounts.lifetimes import Lifetimes, LifetimeTrace, WatchedExecutor, lifetimes_of
 from hf_helix.doctor.amounts.meter import FusedKernels, Kernel, Meter, Transfer
 from hf_helix.operators.base import TransferFn
-from hf_helix.operators.communication.transport import (
-    Axis,
-    ReplicaAxes,
-    SilentTransport,
-    TransportMethod,
-    TransportWrapper,
-    bytes_moved,
-)
+from hf_helix.operators.communication.transport import Axis, ReplicaAxes, TransportByName, bytes_moved
 from hf_helix.operators.param_shard import EXPERTS, VOCABULARY
 from hf_helix.operators.vocab_pipeline import FIRST, NEXT
 from hf_helix.operators.zero.host_shard import HostLink
@@ -47,19 +40,19 @@ from hf_helix.runtime.streams import Event, Streams
 META = torch.device("meta")
 
 
-class SimulatedTransport(TransportWrapper):
+class SimulatedTransport(TransportByName):
     """Logs transfers, and sends nothing; `sums_in_place`: a reduce-scatter adds up in fp32 at least, like NCCL's."""
 
     def __init__(self, axis: str, size: int, sums_in_place: bool, log: list[Transfer]) -> None:
-        super().__init__(SilentTransport(size, 0))
+        self.size, self.rank = size, 0
         self._axis, self._sums_in_place, self._log = axis, sums_in_place, log
-
-    def move(self, name: str, run: TransportMethod, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
-        both_ways = bytes_moved(name, out, value, self.size, self.rank, rows)
-        self._log.append(Transfer(self._axis, name, max(both_ways)))
 
     def prefers_exchange(self, value: Tensor) -> bool:
         return not self._sums_in_place or value.element_size() < 4
+
+    def move(self, name: str, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
+        both_ways = bytes_moved(name, out, value, self.size, self.rank, rows)
+        self._log.append(Transfer(self._axis, name, max(both_ways)))
 
 
 def simulated_mesh(

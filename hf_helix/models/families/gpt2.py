@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.models.gpt2.modeling_gpt2 import eager_attention_forward
 
 from hf_helix.models.family import Family, check_cuts
-from hf_helix.models.graph.attention import Attention, Heads, by_heads, causal_masks, check_shared, declare_attention
+from hf_helix.models.graph.attention import Attention, Heads, by_heads, causal_masks, declare_attention
 from hf_helix.models.graph.builder import Builder
 from hf_helix.operators.unit import Unit
 
@@ -73,7 +73,7 @@ class GPT2(Family):
         return int(model.transformer.wpe.weight.shape[0])
 
     def check_context(self, model: Any) -> None:
-        check_shared(model, "attn_pdrop")
+        """Does nothing: the declaration of attention refuses a model that cannot be cut like this."""
 
     def side_inputs(self, model: Any, batch: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         if batch.get("token_type_ids") is not None:

@@ -18,7 +18,6 @@ from hf_helix.models.graph.attention import (
     SlidingWindow,
     by_heads,
     causal_masks,
-    check_shared,
     declare_attention,
     like_embeddings,
 )
@@ -97,7 +96,7 @@ class Llama(Family):
         return (model.model.rotary_emb,)
 
     def check_context(self, model: Any) -> None:
-        check_shared(model)
+        """Does nothing: the declaration of attention refuses a model that cannot be cut like this."""
 
     def context_inputs(self, model: Any, ids: Tensor, positions: Tensor, cut: SequenceCut) -> dict[str, Any]:
         # The rope of a long context depends on the largest position of the whole.

@@ -74,21 +74,8 @@ def like_embeddings(model: Any, ids: Tensor) -> Tensor:
     return model.get_input_embeddings().weight.new_empty(()).expand(*ids.shape, 1)
 
 
-def check_shared(model: Any, option: str = "attention_dropout") -> None:
-    """Raises ValueError if attention cannot run over a sequence shared by ranks.
-
-    `option` is the model's name for the dropout of attention.
-    """
-    dropout = getattr(model.config, option)
-    if dropout > 0:
-        raise ValueError(
-            f"{option}={dropout} is not built for a sequence that ranks share; "
-            f"with cp_size above 1 load the model with {option}=0.0"
-        )
-
-
-Heads = tuple[Tensor, Tensor, Tensor]
-"""Queries, keys and values [batch, heads, tokens, head_dim]."""
+Heads = tuple[Tensor, ...]
+"""Queries, keys and values [batch, heads, tokens, head_dim], behind which a mask may stand."""
 
 FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 
@@ -105,7 +92,7 @@ class Attention:
     Args:
         module: the attention module of Transformers.
         heads: maps the outputs of the projections (queries, keys and values, or all in one) and, for a rope, cosines
-            and sines of the positions, to `Heads`, behind which a mask may stand.
+            and sines of the positions, to `Heads`.
         sliding_window: the window of the layer; side input `masks` has the window's mask.
         eager: the eager attention of the module's own file.
         dropout: the module's dropout; None for its `attention_dropout`.
@@ -152,14 +139,17 @@ class Attention:
         **rope: Tensor,
     ) -> Tensor:
         padded, length = values[0].shape[0], positions.shape[-1]
-        heads, made = _apart(self.heads(*(value[:length] if padded > length else value for value in values), **rope))
+        given = [value[:length] if padded > length else value for value in values]
+        q, k, v, *made = self.heads(*given, **rope)
         implementation = self.module.config._attn_implementation
         # Flash attention would look for documents in the positions, in every layer, and wait for the device.
         documents = ends if implementation in FLASH else {"position_ids": positions}
         out, _ = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, self.eager)(
             self.module,
-            *heads,
-            masks[self.sliding_window] if self.has_mask else made,
+            q,
+            k,
+            v,
+            masks[self.sliding_window] if self.has_mask else next(iter(made), None),
             dropout=self.dropout if self.module.training else 0.0,
             **self.options,
             **self.tensors,
@@ -167,12 +157,6 @@ class Attention:
         )
         out = out.flatten(2).transpose(0, 1)
         return functional.pad(out, (0, 0, 0, 0, 0, padded - length)) if padded > length else out.contiguous()
-
-
-def _apart(values: Sequence[Tensor]) -> tuple[Heads, Tensor | None]:
-    """Returns heads, and the mask that the code of the layer made, if any."""
-    q, k, v, *made = values
-    return (q, k, v), (made[0] if made else None)
 
 
 class WithGroups:
@@ -316,9 +300,11 @@ def _shared_form(
     module, eager, cap = attention.module, attention.eager, attention.options.get("softcap")
     implementation, tensors = module.config._attn_implementation, set(attention.tensors)
     if attention.dropout > 0:
+        option = "attn_pdrop" if hasattr(module.config, "attn_pdrop") else "attention_dropout"
         raise ValueError(
-            f"{type(module).__name__} drops out {attention.dropout} of its attention, which is not built for a "
-            "sequence that ranks share; with cp_size above 1 load the model with attention_dropout=0.0"
+            f"{option}={attention.dropout}: {type(module).__name__} drops out {attention.dropout} of its attention, "
+            "which is not built for a sequence that ranks share; with cp_size above 1 load the model with "
+            f"{option}=0.0"
         )
     if implementation == "eager" and attention.is_plain:
         return kernel_for(implementation, device), None
@@ -355,8 +341,8 @@ def _in_type_of_values(heads: Callable[..., Heads]) -> Callable[..., Heads]:
     """Returns `heads` with queries and keys in the type of the values: a rope may leave a higher precision."""
 
     def alike(*values: Tensor, **rope: Tensor) -> Heads:
-        (q, k, v), made = _apart(heads(*values, **rope))
-        return (q.to(v.dtype), k.to(v.dtype), v, *([] if made is None else [made]))  # type: ignore[return-value]
+        q, k, v, *made = heads(*values, **rope)
+        return (q.to(v.dtype), k.to(v.dtype), v, *made)
 
     return alike
 

@@ -10,7 +10,7 @@ computation, patched code included, is refused. The module is never touched.
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -249,21 +249,58 @@ def declare_experts(
     Raises:
         ValueError: the module's computation differs from fused experts.
     """
-    form = experts_form(module)
+    form, axis, factor, row_counts = experts_form(module), b.sharing.experts, b.sharing.capacity_factor, RowCounts()
     up, down = getattr(module, form.up), getattr(module, form.down)
-    way = _Way(b, name, len(up))
-    rows, places, counts = way.permute(h, chosen, meter)
-    rows, sizes, counts = way.dispatch(rows, counts)
-    rows = way.linear("up", up, form.parameter(module, form.up_bias), form.is_transposed, rows, sizes)
+
+    def add(key: str, operator: TensorOperator, reads: Names, *writes: str, plain: int = 0, **fields: Any) -> Names:
+        """Adds an operator; the last `plain` outputs have no gradient."""
+        names = tuple(f"{name}.{each}" for each in writes)
+        plain_names = names[len(names) - plain :]
+        return b.declare(f"{name}.{key}", operator, reads, names, non_differentiable=plain_names, **fields)
+
+    def exchange(key: str, operator: AllToAll, rows: str, out: str) -> str:
+        """Adds an all-to-all of rows; without a capacity the host reads how many go and come."""
+        fields: dict[str, Any] = {"kind": axis.kind, "saved_for_backward": counts, "host_read_sizes": counts}
+        return add(key, operator, (rows, *counts), out, relative_cost=TRANSFER, **fields)[0]
+
+    def linear(key: str, weight: nn.Parameter, bias: nn.Parameter | None, rows: str) -> str:
+        """Adds the linears of all experts of this rank."""
+        b.record_cut([weight, bias], CUT_EXPERTS)
+        operator = GroupedLinear(weight, row_counts, bias, form.is_transposed)
+        fields: dict[str, Any] = {"splits_dgrad_wgrad": True, "saved_for_backward": sizes, "relative_cost": GEMM}
+        return add(key, operator, (rows, *sizes), key, **fields)[0]
+
+    counts: Names = ()  # of rows for each expert, sent and received; none with a capacity
+    if factor is None:
+        rows, places, count = add("permute", Permute(len(up)), (h, chosen), "rows", "places", "counts", plain=2)
+        counts = (count,)
+    else:
+        to_capacity = PermuteToCapacity(len(up), factor, b.tp, meter)
+        rows, places = add("permute", to_capacity, (h, chosen), "rows", "places", plain=1)
+    sizes = counts  # of rows for each expert of this rank
+    if axis.size > 1:
+        if counts:
+            announce = ExchangeCounts(axis, row_counts)
+            counts += add("announce", announce, counts, "arriving", plain=1, kind=axis.kind)
+        rows = exchange("dispatch", AllToAll(axis, row_counts=row_counts), rows, "there")
+        group, writes = SortByExpert(axis.size, len(up) // axis.size), ("sorted", "sizes") if counts else ("sorted",)
+        made = add("group", group, (rows, *counts[1:]), *writes, plain=len(writes) - 1)
+        rows, sizes = made[0], made[1:]
+
+    rows = linear("up", up, form.parameter(module, form.up_bias), rows)
     # Every rank has its own experts' rows, so gradients of parameters shared by all experts are summed.
     children = [child for key, child in module.named_children() if key != form.norm]
     rows = b.autograd(f"{name}.act", form.activation(module), rows, uses=children, on_shard=True)
-    rows = way.linear("down", down, form.parameter(module, form.down_bias), form.is_transposed, rows, sizes)
+    rows = linear("down", down, form.parameter(module, form.down_bias), rows)
     if form.norm is not None:
         rows = b.autograd(f"{name}.norm", getattr(module, form.norm), rows, on_shard=True)
-    rows = way.combine(rows, counts)
-    collect = (Unpermute if b.sharing.capacity_factor is None else UnpermuteFromCapacity)(down.dtype)
-    return way.declare("unpermute", collect, (rows, weights, places), ("out",))[0]
+
+    if axis.size > 1:
+        ungroup = SortByExpert(axis.size, len(up) // axis.size, back=True)
+        (rows,) = add("ungroup", ungroup, (rows, *counts[1:]), "parted")
+        rows = exchange("combine", AllToAll(axis, back=True, row_counts=row_counts), rows, "back")
+    collect = (Unpermute if factor is None else UnpermuteFromCapacity)(down.dtype)
+    return add("unpermute", collect, (rows, weights, places), "out")[0]
 
 
 def check_expert_count(count: int, sharing: ParallelContext) -> None:
@@ -289,88 +326,3 @@ def expert_side_inputs(batch: Mapping[str, Any], cut: SequenceCut) -> dict[str, 
     the batch has the longest batch of the ranks."""
     mine = cut.take(counted_in(batch), 1).t().contiguous()
     return {COUNTED: mine, SHARD_TOKENS: batch.get(SHARD_TOKENS, mine.numel() // cut.tp_size)}
-
-
-@dataclass(frozen=True)
-class _Way:
-    """Adds the operators of one module of experts; `name` begins the names of operators and values."""
-
-    b: Builder
-    name: str
-    num_experts: int
-    row_counts: RowCounts = field(default_factory=RowCounts)
-
-    def permute(self, h: str, chosen: str, meter: RouterMeter | None) -> tuple[str, str, Names]:
-        """Adds the sorting of rows by expert; returns rows, original places and, without a capacity, the number of rows
-        of each expert.
-        """
-        factor = self.b.sharing.capacity_factor
-        if factor is None:
-            permute = Permute(self.num_experts)
-            rows, places, counts = self.declare("permute", permute, (h, chosen), ("rows", "places", "counts"), plain=2)
-            return rows, places, (counts,)
-        to_capacity = PermuteToCapacity(self.num_experts, factor, self.b.tp, meter)
-        rows, places = self.declare("permute", to_capacity, (h, chosen), ("rows", "places"), plain=1)
-        return rows, places, ()
-
-    def dispatch(self, rows: str, counts: Names) -> tuple[str, Names, Names]:
-        """Adds the way of rows to their experts; returns rows, the number of rows of each expert here, and the numbers
-        of rows sent and received, for the way back.
-        """
-        axis = self.b.sharing.experts
-        if axis.size == 1:
-            return rows, counts, counts
-        if counts:
-            announce = ExchangeCounts(axis, self.row_counts)
-            counts += self.declare("announce", announce, counts, ("arriving",), plain=1, kind=axis.kind)
-        rows = self._exchange("dispatch", AllToAll(axis, row_counts=self.row_counts), rows, counts, "there")
-        group = SortByExpert(axis.size, self.num_experts // axis.size)
-        sizes = ("sizes",) if counts else ()
-        rows, *sorted_sizes = self.declare("group", group, (rows, *counts[1:]), ("sorted", *sizes), plain=len(sizes))
-        return rows, tuple(sorted_sizes), counts
-
-    def combine(self, rows: str, counts: Names) -> str:
-        """Adds the way of rows back to their original places."""
-        axis = self.b.sharing.experts
-        if axis.size == 1:
-            return rows
-        ungroup = SortByExpert(axis.size, self.num_experts // axis.size, back=True)
-        (rows,) = self.declare("ungroup", ungroup, (rows, *counts[1:]), ("parted",))
-        return self._exchange("combine", AllToAll(axis, back=True, row_counts=self.row_counts), rows, counts, "back")
-
-    def linear(
-        self, key: str, weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool, rows: str, sizes: Names
-    ) -> str:
-        """Adds the linears of all experts of this rank: weights [experts, features out, features in], or transposed
-        [experts, features in, features out], and biases [experts, features out]."""
-        self.b.record_cut([weight, bias], CUT_EXPERTS)
-        return self.declare(
-            key,
-            GroupedLinear(weight, self.row_counts, bias, transposed),
-            (rows, *sizes),
-            (key,),
-            splits_dgrad_wgrad=True,
-            saved_for_backward=sizes,
-            relative_cost=GEMM,
-        )[0]
-
-    def declare(
-        self, key: str, operator: TensorOperator, reads: Names, writes: Names, plain: int = 0, **fields: Any
-    ) -> Names:
-        """Adds an operator; the last `plain` outputs have no gradient. See `Builder.declare` for `fields`."""
-        names = tuple(f"{self.name}.{key}" for key in writes)
-        plain_names = names[len(names) - plain :]
-        return self.b.declare(f"{self.name}.{key}", operator, reads, names, non_differentiable=plain_names, **fields)
-
-    def _exchange(self, key: str, exchange: AllToAll, rows: str, counts: Names, out: str) -> str:
-        """Adds an all-to-all of rows."""
-        return self.declare(
-            key,
-            exchange,
-            (rows, *counts),
-            (out,),
-            kind=exchange.axis.kind,
-            saved_for_backward=counts,
-            host_read_sizes=counts,
-            relative_cost=TRANSFER,
-        )[0]

@@ -5,10 +5,7 @@ Out:  the declared operators, and the name of the unit's result.
 Must hold: partial residual sums are added before the reduce-scatter.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 from torch.fx import Node
@@ -27,7 +24,7 @@ from hf_helix.operators.explicit import GatedSilu
 
 
 class Lowering(Experts, Mixers):
-    """Declares the operators of one module."""
+    """Declares the operators of one module. Opaque calls are declared by the methods with the names of their kinds."""
 
     def run(self, where: str = SHARD) -> str:
         """Declares all operators, and returns the name of the module's result in the form `where`."""
@@ -41,7 +38,7 @@ class Lowering(Experts, Mixers):
     def _declare(self, node: Node) -> None:
         if self.plan.is_operator(node):
             opaque = self.trace.call_of(node)
-            self._OF_CALLS[opaque.kind](self, node, opaque)
+            getattr(self, f"_{opaque.kind.value}")(node, opaque)
         elif self.plan.is_residual(node):
             self._residual(node)
         else:
@@ -279,16 +276,3 @@ class Lowering(Experts, Mixers):
     def _towers(self, node: Node, opaque: OpaqueCall) -> None:
         x = self.value(args_of(node)[0], SHARD)
         self._set(node, opaque.details["declare"](self.b, self._name(node), x))
-
-    _OF_CALLS: ClassVar[dict[CallKind, Callable[[Lowering, Node, OpaqueCall], None]]] = {
-        CallKind.LINEAR: _linear,
-        CallKind.NORM: _norm,
-        CallKind.DROPOUT: _dropout,
-        CallKind.LOOKUP: _lookup,
-        CallKind.ATTENTION: _attention,
-        CallKind.EXPERTS: Experts._experts,
-        CallKind.LAYER: _layer,
-        CallKind.MIXER: Mixers._mixer,
-        CallKind.HIDE: Mixers._hide,
-        CallKind.TOWERS: _towers,
-    }

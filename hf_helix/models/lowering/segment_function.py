@@ -19,10 +19,10 @@ from torch.fx import Graph, GraphModule, Node
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_helix.models.placement.rules import Placements
-from hf_helix.models.placement.value_placement import FREE, ValuePlacement, bounds_of_slice, edges_of, name_of
+from hf_helix.models.placement.value_placement import FREE, ValuePlacement, argument, bounds_of_slice, edges_of, name_of
 from hf_helix.models.stock_modules import normed, rotate
 from hf_helix.models.trace.opaque_calls import DTYPE, CallKind
-from hf_helix.models.trace.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of
+from hf_helix.models.trace.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of, reached
 from hf_helix.operators.param_shard import Placement, cut_bounds
 from hf_helix.operators.torch_functions import is_tagged_elementwise
 
@@ -175,16 +175,10 @@ class SegmentWriter:
 
     def _needed(self, inputs: Sequence[Node], outputs: Sequence[Node]) -> list[Node]:
         """Returns the nodes that the outputs need, in the order of the trace."""
-        needed: set[Node] = set()
-        waiting = list(outputs)
         known = set(inputs)
-        while waiting:
-            node = waiting.pop()
-            if node in needed:
-                continue
-            needed.add(node)
-            if node not in known:
-                waiting += [value for value in node.all_input_nodes if not _is_size(value)]
+        needed = reached(
+            outputs, lambda node: () if node in known else [v for v in node.all_input_nodes if not _is_size(v)]
+        )
         order = [*inputs, *self.trace.attributes, *self.trace.constants, *self.trace.given, *self.trace.nodes]
         return [node for node in dict.fromkeys(order) if node in needed or node in known]
 
@@ -273,7 +267,7 @@ class SegmentWriter:
             args = [args[0], args[1], first, last]
         elif name in ("split", "split_with_sizes", "chunk") and self._cuts(node):
             target = torch.ops.aten.split_with_sizes.default
-            dim = args[2] if len(args) > 2 else 0
+            dim = argument(node, "dim")
             whole = [self.trace.number(value.shape[dim]) for value in node.meta["val"]]
             args = [args[0], self._local_lengths(node, whole), dim]
         args = [self._type(self._value(value)) for value in args]
@@ -317,10 +311,8 @@ class SegmentWriter:
 
     def _cuts(self, node: Node) -> bool:
         """Returns whether an operation splits the cut dimension."""
-        given = self._of(args_of(node)[0])
-        index = 1 if node.target is torch.ops.aten.slice.Tensor else 2
-        dim = args_of(node)[index] if len(args_of(node)) > index else 0
-        return given.dim is not None and dim % len(self.trace.shape(args_of(node)[0])) == given.dim
+        given, dims = self._of(args_of(node)[0]), len(self.trace.shape(args_of(node)[0]))
+        return given.dim is not None and argument(node, "dim") % dims == given.dim
 
     def _local_bounds(self, node: Node) -> tuple[int, int]:
         given = self._of(args_of(node)[0])

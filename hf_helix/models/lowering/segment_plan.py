@@ -22,7 +22,7 @@ from hf_helix.models.lowering.segment_function import SegmentFunction, SegmentWr
 from hf_helix.models.placement.rules import Placements
 from hf_helix.models.placement.value_placement import FREE, PARTIAL, SHARD, ValuePlacement, is_canonical, is_sum
 from hf_helix.models.trace.opaque_calls import CallKind
-from hf_helix.models.trace.trace import Underivable, args_of, has_value, is_tensor
+from hf_helix.models.trace.trace import Underivable, args_of, has_value, is_tensor, reached
 from hf_helix.operators.base import Tensors
 from hf_helix.operators.moe import COUNTED
 
@@ -113,7 +113,7 @@ class SegmentPlan:
         self.start = tuple(start)
         self.target = target
         self.handed = handed
-        self.needed = self._ancestors(target) | (set() if handed is None else self._ancestors(handed))
+        self.needed = self._ancestors(target) if handed is None else self._ancestors(target, handed)
         self.values: set[Node] = set(start)
         self.folded: set[Node] = set()
         self.routed: dict[Node, Node] = {}
@@ -122,17 +122,9 @@ class SegmentPlan:
         self.flat = {*self.routed, *self.routed.values()}
         self._segments: dict[tuple[tuple[Node, ...], tuple[Node, ...] | None], tuple[SegmentFunction, list[Node]]] = {}
 
-    def _ancestors(self, node: Node) -> set[Node]:
-        """Returns a node and all nodes before it."""
-        ancestors: set[Node] = set()
-        waiting = [node]
-        while waiting:
-            node = waiting.pop()
-            if node not in ancestors:
-                ancestors.add(node)
-                if node not in self.start:
-                    waiting += [value for value in node.all_input_nodes if value not in ancestors]
-        return ancestors
+    def _ancestors(self, *nodes: Node) -> set[Node]:
+        """Returns nodes and all nodes before them."""
+        return {*reached(nodes, lambda node: () if node in self.start else node.all_input_nodes)}
 
     # -- values between operators ------------------------------------------------------------------------------------
 
@@ -222,22 +214,12 @@ class SegmentPlan:
 
     def inputs_of(self, outputs: Sequence[Node]) -> list[Node]:
         """Returns the values that the segment before the outputs reads."""
-        inputs: list[Node] = []
-        seen: set[Node] = set()
 
-        def visit(node: Node) -> None:
-            if node in seen or not has_value(node):
-                return
-            seen.add(node)
-            if node in self.values and node not in outputs:
-                inputs.append(node)
-                return
-            for value in node.all_input_nodes:
-                visit(value)
+        def is_input(node: Node) -> bool:
+            return node in self.values and node not in outputs
 
-        for node in outputs:
-            visit(node)
-        return inputs
+        read = reached(outputs, lambda node: () if is_input(node) else filter(has_value, node.all_input_nodes))
+        return [*filter(is_input, read)]
 
     def segment(
         self, outputs: Sequence[Node], inputs: Sequence[Node] | None = None

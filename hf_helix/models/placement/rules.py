@@ -26,7 +26,7 @@ from hf_helix.models.placement.value_placement import (
     PlacementDecisions,
     Restart,
     ValuePlacement,
-    arguments_of_slice,
+    argument,
     as_list,
     bounds_of_slice,
     dim_of,
@@ -38,7 +38,7 @@ from hf_helix.models.placement.value_placement import (
     where_reduced,
 )
 from hf_helix.models.trace.opaque_calls import CallKind
-from hf_helix.models.trace.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of
+from hf_helix.models.trace.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of, reached
 
 
 class Placements:
@@ -140,28 +140,17 @@ class Placements:
 
     def follows_attention(self, node: Node) -> bool:
         """Returns whether a value comes from attention, without a linear between."""
-        waiting = list(node.all_input_nodes)
-        while waiting:
-            value = waiting.pop()
-            kind = self.trace.kind_of(value)
-            if kind is CallKind.ATTENTION:
-                return True
-            if kind is not CallKind.LINEAR:
-                waiting += value.all_input_nodes
-        return False
+        kind_of = self.trace.kind_of
+        before = reached(
+            node.all_input_nodes, lambda each: () if kind_of(each) is CallKind.LINEAR else each.all_input_nodes
+        )
+        return CallKind.ATTENTION in map(kind_of, before)
 
     def feeds_attention(self, node: Node) -> bool:
         """Returns whether a value reaches attention before any linear, on every path."""
-        waiting, seen = list(node.users), set()
-        while waiting:
-            user = waiting.pop()
-            kind = self.trace.kind_of(user)
-            if kind is CallKind.LINEAR:
-                return False
-            if kind is not CallKind.ATTENTION and user not in seen:
-                seen.add(user)
-                waiting += user.users
-        return True
+        kind_of = self.trace.kind_of
+        behind = reached(node.users, lambda each: () if kind_of(each) is CallKind.ATTENTION else each.users)
+        return CallKind.LINEAR not in map(kind_of, behind)
 
 
 # -- views ---------------------------------------------------------------------------------------------------------
@@ -254,7 +243,7 @@ def _expand(p: Placements, node: Node) -> ValuePlacement:
 
 def _slice(p: Placements, node: Node) -> ValuePlacement:
     value = args_of(node)[0]
-    dim, *_, step = arguments_of_slice(node)
+    dim, step = argument(node, "dim"), argument(node, "step")
     given, length = p.of(value), p.trace.shape(value)[dim]
     if p.trace.shape(node)[dim] != length and any(p.goes_along_tokens(each, [dim]) for each in (value, node)):
         given = replace(given, where=p.join_mixing(node, mixes=True))
@@ -283,11 +272,11 @@ def _getitem(p: Placements, node: Node) -> ValuePlacement:
     if given.dim is None or name_of(source) not in ("split", "split_with_sizes", "chunk", "unbind"):
         return given
     if name_of(source) == "unbind":
-        gone = (args_of(source)[1] if len(args_of(source)) > 1 else 0) % (p.dims(node) + 1)
+        gone = argument(source, "dim") % (p.dims(node) + 1)
         if gone == given.dim:
             p.demote(given.origins, node)
         return p.moved(given, {d: d - (d > gone) for d in range(p.dims(node) + 1)})
-    dim = (args_of(source)[2] if len(args_of(source)) > 2 else 0) % p.dims(node)
+    dim = argument(source, "dim") % p.dims(node)
     if dim != given.dim:
         return given
     lengths = [p.trace.number(v.shape[dim]) for v in source.meta["val"]]
@@ -397,7 +386,7 @@ def parameter_of(p: Placements, value: Node, dim: int) -> tuple[Node | None, int
 
 def _cat(p: Placements, node: Node) -> ValuePlacement:
     operands = tensors_of(node)
-    dim = (args_of(node)[1] if len(args_of(node)) > 1 else 0) % p.dims(node)
+    dim = argument(node, "dim") % p.dims(node)
     shares = [p.of(value) for value in operands if p.of(value).dim is not None]
     is_stack = name_of(node) == "stack"
     where = p.join_mixing(node, not is_stack and p.goes_along_tokens(node, [dim]))
@@ -421,7 +410,7 @@ def _reduce(p: Placements, node: Node) -> ValuePlacement:
         return _pointwise(p, node)
     given = p.of(args_of(node)[0])
     dims = p.dims(args_of(node)[0])
-    over = _argument(node, "dim")
+    over = argument(node, "dim")
     reduced = {dim % dims for dim in (range(dims) if over in (None, []) else as_list(over))}
     where = p.join_mixing(node, p.goes_along_tokens(args_of(node)[0], reduced))
     if given.dim is None:
@@ -434,16 +423,6 @@ def _reduce(p: Placements, node: Node) -> ValuePlacement:
     first = value[0] if isinstance(value, (tuple, list)) else value
     lost = 0 if first.dim() == dims else sum(dim < given.dim for dim in reduced)
     return replace(given, where=where, dim=given.dim - lost, start=None, expanded=None)
-
-
-def _argument(node: Node, name: str) -> Any:
-    """Returns an argument of an operation, given by place or by name, or its default; None if it has none."""
-    target: Any = node.target
-    for place, argument in enumerate(target._schema.arguments):
-        if argument.name == name:
-            by_place = args_of(node)[place] if place < len(args_of(node)) else argument.default_value
-            return node.kwargs.get(name, by_place)
-    return None
 
 
 def _matmul(p: Placements, node: Node) -> ValuePlacement:
@@ -471,7 +450,7 @@ def _scaled_dot_product(p: Placements, node: Node) -> ValuePlacement:
         heads[0].dim is not None and any(value.dim is None for value in heads)
     ):
         p.demote(p.origins_of(args_of(node)[:3]), node)
-    mask = _argument(node, "attn_mask")
+    mask = argument(node, "attn_mask")
     if mask is not None and heads[0].dim is not None:
         dim = p.dims(mask) - 3  # of heads
         if p.of(mask).dim is None:
@@ -523,7 +502,7 @@ def _mixes(p: Placements, node: Node) -> bool:
         over = [last - place // 2 for place, count in enumerate(args_of(node)[1]) if count != 0]
     elif name in ("tril", "triu", "group_norm"):
         over = [*range(1, last + 1)]
-    elif (dims := _argument(node, "dim")) is not None:
+    elif (dims := argument(node, "dim")) is not None:
         over = as_list(dims)
     return p.goes_along_tokens(value, over)
 

@@ -140,17 +140,19 @@ def tensors_of(node: Node) -> list[Node]:
     return tensors
 
 
-def arguments_of_slice(node: Node) -> tuple[int, Any, Any, int]:
-    """Returns dimension, begin, end and step."""
-    args = list(args_of(node)[1:])
-    dim, first, last, step = args + [0, None, None, 1][len(args) :]
-    return dim, first, last, step
+def argument(node: Node, name: str) -> Any:
+    """Returns an argument of an operation of torch, given by place or by name, or its default; None if it has none."""
+    target: Any = node.target
+    for place, known in enumerate(target._schema.arguments):
+        if known.name == name:
+            by_place = args_of(node)[place] if place < len(args_of(node)) else known.default_value
+            return node.kwargs.get(name, by_place)
+    return None
 
 
 def bounds_of_slice(node: Node, length: int) -> tuple[int, int]:
     """Returns begin and end of a slice, as indices of a dimension."""
-    _, first, last, _ = arguments_of_slice(node)
-    return _bound(first, length, 0), _bound(last, length, length)
+    return _bound(argument(node, "start"), length, 0), _bound(argument(node, "end"), length, length)
 
 
 def as_list(value: Any) -> list[int]:

@@ -45,8 +45,8 @@ def stock_forward(module: nn.Module) -> Callable[..., Any]:
     return forward
 
 
-class _Enough(Exception):
-    """Ends the decoder's forward at the last layer."""
+class Enough(Exception):
+    """Ends a run of a model's code."""
 
 
 class _TakesFirst(Exception):
@@ -135,19 +135,26 @@ class Decoder:
         self.module = base.get_submodule(self.path)
         self._stubs = nn.ModuleList(_Stub(layer, number, self) for number, layer in enumerate(self.layers))
 
-    @contextlib.contextmanager
-    def stubs(
-        self, called: Callable[[int, tuple[Any, ...], dict[str, Any], Tensor], Tensor | None], with_masks: bool = False
-    ) -> Iterator[None]:
-        """Returns the context in which layers are stubs and masks, unless made by Transformers (`with_masks`), are
-        placeholders, or tensors. `called` takes the number of a layer, its arguments and the hidden states that enter,
-        and returns those that leave, or None for the same."""
+    def run(
+        self,
+        called: Callable[[int, tuple[Any, ...], dict[str, Any], Tensor], Tensor | None],
+        given: Mapping[str, Any],
+        with_masks: bool = False,
+    ) -> None:
+        """Runs the code with stubs for layers, until `called` raises `Enough`.
+
+        Args:
+            called: takes the number of a layer, its arguments and the hidden states that enter, and returns those that
+                leave, or None for the same.
+            given: the arguments.
+            with_masks: whether Transformers makes masks; otherwise they are placeholders, or tensors.
+        """
         for stub in self._stubs:
             object.__setattr__(stub, "called", called)
-        with contextlib.nullcontext() if with_masks else self.masks(self.module):
+        with contextlib.nullcontext() if with_masks else self.masks(self.module), contextlib.suppress(Enough):
             setattr(self.holder, self._name, self._stubs)
             try:
-                yield
+                stock_forward(self.module)(**given)
             finally:
                 setattr(self.holder, self._name, self.layers)
 
@@ -161,7 +168,7 @@ def _runner(base: nn.Module, path: str) -> str:
 
 
 class _Stub(nn.Module):
-    """A stub with the attributes of a layer; for `called` see `Decoder.stubs`."""
+    """A stub with the attributes of a layer; for `called` see `Decoder.run`."""
 
     called: Callable[..., Any]
 
@@ -423,15 +430,13 @@ class LayerCalls:
             shapes.append(hidden.shape)
             calls[number] = args, kwargs
             if wanted <= calls.keys():
-                raise _Enough
+                raise Enough
 
         embeddings = self._table.weight.new_zeros((), device=ids.device).expand(*ids.shape, 1)
         entering = {"input_ids": ids} if by_ids else {"inputs_embeds": embeddings}
-        with torch.no_grad(), self.decoder.stubs(called, with_masks), _narrow_lookups() as looked_up:
-            with contextlib.suppress(_Enough):
-                stock_forward(self.decoder.module)(
-                    **entering, attention_mask=mask, position_ids=positions, use_cache=False
-                )
+        with torch.no_grad(), _narrow_lookups() as looked_up:
+            given = {**entering, "attention_mask": mask, "position_ids": positions, "use_cache": False}
+            self.decoder.run(called, given, with_masks)
             return calls, looked_up
 
     def _way_of_counting(self) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:

@@ -15,7 +15,7 @@ rewrite is exact:
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -273,6 +273,11 @@ class Given:
     dtype: torch.dtype
     open: tuple[int, ...]
 
+    @property
+    def along_tokens(self) -> list[int]:
+        """The dimensions that change with the sequence."""
+        return [dim for dim in self.open if self.shape[dim] == EXAMPLE_LENGTH]
+
 
 @dataclass(frozen=True, eq=False)
 class ModuleTrace:
@@ -337,17 +342,15 @@ class ModuleTrace:
         return name in own or any(name.startswith(f"{path}.") for path in called if path)
 
     @functools.cached_property
-    def _differentiable(self) -> set[Node]:
+    def _differentiable(self) -> Collection[Node]:
         """The nodes with a gradient."""
-        found, waiting = set[Node](), [self.result, *self.logits]
-        while waiting:
-            node = waiting.pop()
-            values = node.meta.get("val")
-            values = values if isinstance(values, (tuple, list)) else [values]
-            if node not in found and any(isinstance(x, torch.Tensor) and x.dtype not in INTEGERS for x in values):
-                found.add(node)
-                waiting += node.all_input_nodes
-        return found
+
+        def is_real(node: Node) -> bool:
+            value = node.meta.get("val")
+            values = value if isinstance(value, (tuple, list)) else [value]
+            return any(isinstance(x, torch.Tensor) and x.dtype not in INTEGERS for x in values)
+
+        return reached((self.result, *self.logits), lambda node: filter(is_real, node.all_input_nodes))
 
     def number(self, size: Any) -> int:
         """Returns a size as a number, see `BATCH`."""
@@ -381,6 +384,19 @@ def _path_of(node: Node) -> str:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(stack[-1][0]) if stack else ""
     return path.removeprefix("module").removeprefix(".")
+
+
+def reached(starts: Iterable[Node], onward: Callable[[Node], Iterable[Node]]) -> dict[Node, None]:
+    """Returns nodes and all nodes behind them, as the keys of a dictionary: each once, depth first; `onward` gives the
+    next nodes of a node."""
+    found: dict[Node, None] = {}
+    waiting = [*starts][::-1]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found[node] = None
+            waiting += [*onward(node)][::-1]
+    return found
 
 
 def args_of(node: Node) -> Any:

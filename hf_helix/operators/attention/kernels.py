@@ -13,16 +13,13 @@ Limits of each kernel, the fastest first (signatures as of torch 2.11 to 2.13):
     Efficient   fp32, fp16, bf16  any          any mask, read from memory               7.0 and more (bf16: 8.0)
     Exact       any               any          any; all products of queries and keys    any
 
-With FlashAttention 3 behind torch's own switch (`torch.nn.attention.activate_flash_attention_impl("FA3")`), which
+`attn_implementation="flash_attention_2"` begins with Flash, which is FlashAttention 2 as torch carries it. With
+FlashAttention 3 behind torch's own switch (`torch.nn.attention.activate_flash_attention_impl("FA3")`), which
 `attn_implementation="flash_attention_3"` turns, Flash runs it, and comes before Cudnn.
 
 The backward passes of Flash and Efficient add with atomics unless `torch.use_deterministic_algorithms(True)` is called;
 Cudnn's may always, so it does not serve then.
 """
-
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,7 +91,8 @@ class Flash(Fused):
     multiple = 8
     grouped = True
 
-    def __init__(self, capability: Capability) -> None:
+    def __init__(self, capability: Capability, unpads: bool = False) -> None:
+        self.unpads = unpads
         self._max_head_dim = (
             0 if capability < (8, 0) else 192 if capability[0] == 12 or (8, 6) <= capability < (9, 0) else 256
         )
@@ -129,14 +127,9 @@ class Flash(Fused):
     def _windows(self, q: Tensor, k: Tensor, seen: AttentionMask) -> dict[str, int]:
         if seen.window is None:
             return {}
-        right = 0 if seen.causal else -1
-        return {"window_size_left": reach(seen, q.shape[2], k.shape[2]), "window_size_right": right}
-
-
-class Flash3(Flash):
-    """The flash attention of torch, run by FlashAttention 3."""
-
-    unpads = True
+        # As flash attention counts: the last query stands at the last key.
+        left = k.shape[2] - q.shape[2] - seen.apart + seen.window - 1
+        return {"window_size_left": left, "window_size_right": 0 if seen.causal else -1}
 
 
 class Efficient(Fused):
@@ -191,41 +184,6 @@ class Efficient(Fused):
         return -3e4 if q.dtype is torch.float16 else -1e30
 
 
-class FlashAttention(AttentionKernel):
-    """The flash-attn package, for half precision."""
-
-    unpads = True
-
-    def __init__(self) -> None:
-        interface: Any = import_module("flash_attn.flash_attn_interface")
-        self._forward = interface._flash_attn_forward
-        self._backward = interface._flash_attn_backward
-
-    def supports(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
-        return q.dtype in HALF and seen.mask is None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
-        left = reach(seen, q.shape[2], k.shape[2])
-        q, k, v = (value.transpose(1, 2) for value in (q, k, v))
-        o, lse, *_ = self._forward(
-            q, k, v, 0.0, scale, causal=seen.causal, window_size_left=left, window_size_right=-1,
-            softcap=0.0, alibi_slopes=None, return_softmax=False,
-        )  # fmt: skip
-        return o.transpose(1, 2), lse
-
-    def backward(self, gradient: Tensor, of: Attended, seen: AttentionMask, scale: float) -> Tensors:
-        q, k, v, o, lse = of
-        left = reach(seen, q.shape[2], k.shape[2])
-        gradient, q, k, v, o = (value.transpose(1, 2).contiguous() for value in (gradient, q, k, v, o))
-        dq, dk, dv = (torch.empty_like(value) for value in (q, k, v))
-        self._backward(
-            gradient, q, k, v, o, lse.contiguous(), dq, dk, dv, 0.0, scale, causal=seen.causal,
-            window_size_left=left, window_size_right=-1, softcap=0.0, alibi_slopes=None,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )  # fmt: skip
-        return tuple(value.transpose(1, 2) for value in (dq, dk, dv))
-
-
 KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
 """The attention implementations of Transformers with a kernel here."""
 
@@ -234,22 +192,19 @@ def kernel_for(implementation: str, device: torch.device) -> AttentionKernel:
     """Returns the kernel for an attention implementation of Transformers.
 
     Raises:
-        ValueError: the implementation gives no log-sum-exp, or its package is absent; names what serves.
+        ValueError: the implementation gives no log-sum-exp, or is absent; names what serves.
     """
     if implementation not in KERNELS:
         raise ValueError(
             f"attn_implementation={implementation!r} gives no log-sum-exp, by which attention over a cut sequence is "
             f"put together; with cp_size above 1 use one of {', '.join(KERNELS)}"
         )
-    if implementation == "flash_attention_2" and find_spec("flash_attn") is None:
-        raise ValueError("attn_implementation='flash_attention_2' needs the package flash-attn; use 'sdpa'")
     if implementation == "eager":
         return Exact(averages=True)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    own: tuple[AttentionKernel, ...] = (FlashAttention(),) if implementation == "flash_attention_2" else ()
     if implementation == "flash_attention_3":
         _activate_flash_3()
-        own = (Flash3(capability),)
+    own = () if implementation == "sdpa" else (Flash(capability, unpads=True),)
     if device.type == "cuda":
         return FirstOf(*own, *cuda_kernels(capability))
     return FirstOf(*own, TorchCpu()) if device.type in ("cpu", "meta") else FirstOf(*own)
@@ -275,8 +230,3 @@ def _activate_flash_3() -> None:
         except (ImportError, RuntimeError) as error:
             why = f"it needs the package flash-attn-3 (module flash_attn_interface): {error}; use 'sdpa'"
     raise ValueError(f"attn_implementation='flash_attention_3' with cp_size above 1: {why}")
-
-
-def reach(seen: AttentionMask, queries: int, keys: int) -> int:
-    """Returns how many keys back a query sees, as flash attention counts: the last query stands at the last key."""
-    return -1 if seen.window is None else keys - queries - seen.apart + seen.window - 1

@@ -93,15 +93,18 @@ class RingBlock(Computation):
     def backward(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         gradient, q, kv, out, lse = gradients
         out = _padded(out.unflatten(-1, (q.shape[1], -1)).permute(1, 2, 0, 3), q.shape[-1])
-        dq, dk, dv = _Sum(q), _Sum(kv[0]), _Sum(kv[1])
+        values: Tensors = (q, *kv)
+        totals: list[Tensor | None] = [None] * 3
         for rows, columns, seen in self._tiles(ctx, q):
             k, v = kv[:, :, :, columns].unbind()
             do, queries, o, stats = (value[:, :, rows] for value in (gradient, q, out, lse))
             parts = self.kernel.backward(do, Attended(queries, k, v, o, stats), seen, self.scale)
-            for total, part, where in zip((dq, dk, dv), parts, (rows, columns, columns), strict=True):
-                total.add(part, where)
+            places = rows, columns, columns
+            totals = [_added(*each) for each in zip(totals, parts, places, values, strict=True)]
+        of_values = zip(totals, values, strict=True)
+        dq, dk, dv = (torch.zeros_like(value) if total is None else total for total, value in of_values)
         # The gradient of the queries is summed over the blocks, in fp32; the gradient of keys and values travels.
-        own = (dq.total.float(), torch.stack((dk.total, dv.total)))
+        own = (dq.float(), torch.stack((dk, dv)))
         # The gradient of earlier blocks is the gradient of the result: the kernel has the statistics of all keys.
         return own if self.distance == 0 else (*own, gradient)
 
@@ -305,20 +308,10 @@ def _padded(value: Tensor, size: int) -> Tensor:
     return functional.pad(value, (0, extra)) if extra else value
 
 
-class _Sum:
-    """Gradients of parts of a value [batch, heads, n, head_dim], added up; zeros where there are none."""
-
-    def __init__(self, value: Tensor) -> None:
-        self._value = value
-        self._total: Tensor | None = None
-
-    @property
-    def total(self) -> Tensor:
-        return torch.zeros_like(self._value) if self._total is None else self._total
-
-    def add(self, part: Tensor, where: slice) -> None:
-        if self._total is None and part.shape == self._value.shape:
-            self._total = part
-            return
-        self._total = self.total
-        self._total[:, :, where] += part
+def _added(total: Tensor | None, part: Tensor, where: slice, like: Tensor) -> Tensor:
+    """Returns gradients of parts of a value [batch, heads, n, head_dim], added up; `like` is the value."""
+    if total is None and part.shape == like.shape:
+        return part
+    total = torch.zeros_like(like) if total is None else total
+    total[:, :, where] += part
+    return total

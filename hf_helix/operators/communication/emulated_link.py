@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hf_helix.config import LinkSpeed
 from hf_helix.operators.communication.collectives import P2PChannel
-from hf_helix.operators.communication.transport import Transport, TransportMethod, TransportWrapper, bytes_moved
+from hf_helix.operators.communication.transport import Transport, TransportWrapper, bytes_moved
 
 
 class Direction:
@@ -125,9 +125,9 @@ class LinkedTransport(TransportWrapper):
         self.group = inner.group
         self._link = link
 
-    def move(self, name: str, run: TransportMethod, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
-        sent, received = bytes_moved(name, out, value, self.size, self.rank, rows)
-        self._link.carry(sent, received, lambda: run(out, value, *rows))
+    def move(self, name: str, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
+        run, moved = getattr(self.inner, name), bytes_moved(name, out, value, self.size, self.rank, rows)
+        self._link.carry(*moved, lambda: run(out, value, *rows))
 
     def start_sum(self, value: Tensor) -> Callable[[], object]:
         moved, wait = bytes_moved("start_sum", value, value, self.size, self.rank), self.inner.start_sum(value)

@@ -19,9 +19,6 @@ from torch import Tensor
 
 from hf_helix.planning.graph.operator import Kind
 
-TransportMethod = Callable[..., None]
-"""A method of a transport: `method(out, value, *rows)`."""
-
 
 class Transport(ABC):
     """Moves data between the `size` ranks of one group, of which this is `rank`.
@@ -144,7 +141,39 @@ def bytes_moved(
     return value.nbytes, out.nbytes
 
 
-class TransportWrapper(Transport):
+class TransportByName(Transport):
+    """A transport whose methods all do the same with their names."""
+
+    @abstractmethod
+    def move(self, name: str, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
+        """Runs a method; `rows` are the row counts of `exchange_rows`."""
+
+    @final
+    def all_gather(self, out: Tensor, value: Tensor) -> None:
+        self.move("all_gather", out, value)
+
+    @final
+    def exchange(self, out: Tensor, value: Tensor) -> None:
+        self.move("exchange", out, value)
+
+    @final
+    def exchange_rows(self, out: Tensor, value: Tensor, arriving: Sequence[int], sent: Sequence[int]) -> None:
+        self.move("exchange_rows", out, value, arriving, sent)
+
+    @final
+    def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
+        self.move("reduce_scatter", out, value)
+
+    @final
+    def shift(self, out: Tensor, value: Tensor) -> None:
+        self.move("shift", out, value)
+
+    @final
+    def shift_back(self, out: Tensor, value: Tensor) -> None:
+        self.move("shift_back", out, value)
+
+
+class TransportWrapper(TransportByName):
     """A transport around another transport, which moves the data."""
 
     def __init__(self, inner: Transport) -> None:
@@ -152,43 +181,8 @@ class TransportWrapper(Transport):
         self.size = inner.size
         self.rank = inner.rank
 
-    @abstractmethod
-    def move(self, name: str, run: TransportMethod, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
-        """Runs a use of the inner transport, with the wrapper's additions.
-
-        Args:
-            name: the method.
-            run: the method of the inner transport.
-            out, value: its output and input.
-            rows: of `exchange_rows`, the arriving and the sent rows.
-        """
-
-    @final
-    def all_gather(self, out: Tensor, value: Tensor) -> None:
-        self.move("all_gather", self.inner.all_gather, out, value)
-
-    @final
-    def exchange(self, out: Tensor, value: Tensor) -> None:
-        self.move("exchange", self.inner.exchange, out, value)
-
-    @final
-    def exchange_rows(self, out: Tensor, value: Tensor, arriving: Sequence[int], sent: Sequence[int]) -> None:
-        self.move("exchange_rows", self.inner.exchange_rows, out, value, arriving, sent)
-
-    @final
-    def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
-        self.move("reduce_scatter", self.inner.reduce_scatter, out, value)
-
     def start_sum(self, value: Tensor) -> Callable[[], object]:
         return self.inner.start_sum(value)
-
-    @final
-    def shift(self, out: Tensor, value: Tensor) -> None:
-        self.move("shift", self.inner.shift, out, value)
-
-    @final
-    def shift_back(self, out: Tensor, value: Tensor) -> None:
-        self.move("shift_back", self.inner.shift_back, out, value)
 
     def prefers_exchange(self, value: Tensor) -> bool:
         return self.inner.prefers_exchange(value)
@@ -203,10 +197,10 @@ class Recorder(TransportWrapper):
         self.moved: list[Move] = []
         self.bytes_sent = 0
 
-    def move(self, name: str, run: TransportMethod, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
+    def move(self, name: str, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
         self.moved.append(Move(name, (out.shape, out.dtype), (value.shape, value.dtype), rows))
         self.bytes_sent += bytes_moved(name, out, value, self.size, self.rank, rows)[0]
-        run(out, value, *rows)
+        getattr(self.inner, name)(out, value, *rows)
 
     def start_sum(self, value: Tensor) -> Callable[[], object]:
         self.bytes_sent += bytes_moved("start_sum", value, value, self.size, self.rank)[0]

@@ -11,7 +11,8 @@ such as the outputs of a joint product, and have one type for a norm's residual 
 
 import functools
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ _library = torch.library.Library("hf_helix_fused", "DEF")
 
 
 def is_on(value: Tensor) -> bool:
-    """Returns whether there are kernels for the device and the type of a value."""
+    """Returns whether kernels run for a value: for its device and its type there are kernels, and they are in use."""
     return _is_used and value.device.type in DEVICES and value.dtype in TYPES and (value.is_meta or _has_triton())
 
 
@@ -40,9 +41,26 @@ _is_used = True
 
 
 def use(fused: bool) -> None:
-    """Decides whether operators of this process run the kernels, or torch's own operators."""
+    """Decides whether operators run the kernels, or torch's own operators; for windows of engines that are made later,
+    see `using`."""
     global _is_used
     _is_used = fused
+
+
+def are_used() -> bool:
+    """Returns the latest decision of `use`."""
+    return _is_used
+
+
+@contextmanager
+def using(fused: bool) -> Iterator[None]:
+    """Returns a context with a decision of its own."""
+    before = _is_used
+    use(fused)
+    try:
+        yield
+    finally:
+        use(before)
 
 
 @functools.cache

@@ -55,7 +55,7 @@ def test_what_cannot_be_cut(model: dict[str, Any], tp_size: int, words: list[str
 def test_dropout_of_attention_over_a_shared_sequence() -> None:
     made = tiny(**GPT2, attn_pdrop=0.1)
     with pytest.raises(ValueError, match=r"attn_pdrop=0\.1.*attn_pdrop=0\.0"):
-        family_of(made).check_context(made)
+        family_of(made).units(made, ParallelContext(cp=Axis(SilentTransport(2, 0))))
 
 
 def test_token_types() -> None:

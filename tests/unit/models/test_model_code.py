@@ -1,8 +1,11 @@
 """What stands in the place of Transformers' code is run, or refused by name at construction."""
 
+import copy
 import functools
+import gc
 import re
 import types
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.jobs import build
 from support.marks import slow
 from support.models import llama, sequences, tiny
@@ -18,6 +22,8 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from hf_helix.models.alike import description
+from hf_helix.models.registry import family_of
+from hf_helix.models.small_config import default_config
 
 IDS = torch.arange(1, 9).unsqueeze(0)
 
@@ -177,7 +183,7 @@ def test_classes_of_ones_own(tmp_path: Path) -> None:
     config = small().config
     with pytest.raises(ValueError, match=r"model is a test_model_code\.SameName\.LlamaForCausalLM with a forward"):
         trainer_of(SameName.LlamaForCausalLM(config), tmp_path)
-    with pytest.raises(ValueError, match=r"has the name of transformers\..*LlamaForCausalLM.*adding_a_model"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM is not supported: it is neither .*adding_a_model"):
         trainer_of(Unrelated.LlamaForCausalLM(), tmp_path)
 
 
@@ -353,3 +359,16 @@ def test_layers_whose_code_reads_other_numbers_are_not_alike() -> None:
     for factor, module in enumerate(closing):
         module.forward = lambda x, factor=factor: factor * x
     assert description(closing[0]) != description(closing[1])
+
+
+@pytest.mark.parametrize("name", ["LlamaModel", "Qwen2VLForConditionalGeneration"])
+def test_a_derived_family_does_not_keep_its_model(name: str) -> None:
+    """Of a model that is its own decoder, and of a model with towers; a copy has a family of its own."""
+    model = getattr(transformers, name)(default_config(name))
+    family = family_of(model)
+    assert family_of(model) is family
+    assert family_of(copy.deepcopy(model)) is not family
+    alive = weakref.ref(model)
+    del model, family
+    gc.collect()
+    assert alive() is None

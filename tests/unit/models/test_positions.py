@@ -7,6 +7,7 @@ from torch import nn
 from hf_helix.engine.proof.prove import Subject
 from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.registry import family_of
+from hf_helix.models.trace.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given
 
 MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]])
 IDS = torch.arange(10).view(2, 5)
@@ -61,3 +62,9 @@ def test_positions_that_the_code_around_a_decoder_counts() -> None:
     side = family.side_inputs(model, {"input_ids": IDS, "attention_mask": MASK}, SequenceCut(), torch.ones(()))
     for given, wanted in zip((side["given0"], side["given1"]), result[0], strict=True):
         assert torch.equal(given.expand_as(wanted), wanted)
+
+
+def test_the_dimension_of_tokens_is_known_where_a_batch_has_as_many_rows() -> None:
+    """From the sizes of the examples: a batch of 4 rows of 4 tokens does not tell."""
+    rope = Given("cos", (EXAMPLE_BATCH, EXAMPLE_LENGTH, 8), torch.float32, (0, 1))
+    assert rope.along_tokens == [1]
