@@ -48,7 +48,7 @@ def family_of(model: Any) -> Family:
     name = next((name for name in names if isinstance(model, getattr(transformers, name, object))), None)
     if name is None:
         return _derived(model)
-    family = vars(model).get(_FAMILY) or REGISTERED[name]
+    family = _known(model) or REGISTERED[name]
     is_settled = bool(family.traced) or getattr(model, "_is_cut_by_helix", False)
     is_ours = type(family).__module__ not in registered_elsewhere()
     return _derived(model) if is_ours and not is_settled and other_code(model) else family
@@ -61,7 +61,8 @@ even of weak references to models, would keep both for ever."""
 
 def _derived(model: Any) -> Family:
     """Returns the family derived from a model, which is derived once."""
-    if vars(model).get(_FAMILY) is None:
+    family: Family | None = _known(model)
+    if family is None:
         if hasattr(model, "_orig_mod"):
             raise ValueError(f"{type(model).__name__} is not supported: pass the model without torch.compile")
         if not isinstance(model, PreTrainedModel):
@@ -71,6 +72,10 @@ def _derived(model: Any) -> Family:
                 "register one"
             )
         check_traceable(model)
-        vars(model)[_FAMILY] = DerivedFamily(model)
-    family: Family = vars(model)[_FAMILY]
+        family = vars(model)[_FAMILY] = DerivedFamily(model)
     return family
+
+
+def _known(model: Any) -> Family | None:
+    """Returns the family that was derived from a model; None before, and for what is no model."""
+    return getattr(model, "__dict__", {}).get(_FAMILY)
