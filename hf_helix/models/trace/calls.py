@@ -346,6 +346,10 @@ class LayerCalls:
             raise Underivable(
                 f"layerdrop={drop} leaves out layers at random, which is not built; load the model with layerdrop=0.0"
             )
+        if width := getattr(base.config.get_text_config(), "hidden_size_per_layer_input", None):
+            raise Underivable(
+                f"hidden_size_per_layer_input={width} gives every layer embeddings of its own, which is not built"
+            )
         self._makes_masks = makes_masks  # then code computes with positions, too, and each row has its own
         self._table = base.get_input_embeddings()
         self._pad = getattr(base.config.get_text_config(), "pad_token_id", None)

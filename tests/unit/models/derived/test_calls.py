@@ -45,3 +45,12 @@ def test_the_tables_of_positions_bound_the_length_of_rows(name: str, expected: i
     assert family_of(made).num_positions(made) == expected
     tables = [module for module in made.modules() if isinstance(module, torch.nn.Embedding)]
     assert expected is None or expected + 2 in {len(table.weight) for table in tables}
+
+
+def test_embeddings_of_every_layer_are_refused_by_name() -> None:
+    config = default_config("Gemma4ForCausalLM", 2)
+    config.hidden_size_per_layer_input = 8  # as of Gemma 4 E2B and E4B
+    with torch.device("meta"):
+        made = transformers.Gemma4ForCausalLM(config)
+    with pytest.raises(ValueError, match="hidden_size_per_layer_input=8 gives every layer"):
+        family_of(made)
