@@ -135,8 +135,7 @@ def measure_overlap(
         alone = [functools.partial(compute, runner, batches) for runner in schedules.values()]
         return [*alone, *(functools.partial(runner.train_window, batches) for runner in runners.values())]
 
-    played = contextlib.nullcontext(windows(window)) if graphs is None else graphs.replays(first, window, windows)
-    with played as timed:
+    with _replayed(first, window, windows, graphs) as timed:
         alone, steps = timed[: len(schedules)], timed[len(schedules) :]
         works = [*alone, reduce_gradients, *_collectives_alone(mesh, recorded), *steps]
         times = time_in_turn(works, first, repeats, with_gradients=(reduce_gradients,), progress=progress)
@@ -191,18 +190,36 @@ def _collectives_alone(mesh: Mesh, recorded: Sequence[Recorder]) -> list[Callabl
     ]
 
 
-def time_steps(runners: Mapping[str, Runner], window: Sequence[MicroBatch], repeats: int) -> dict[str, list[float]]:
+def time_steps(
+    runners: Mapping[str, Runner], window: Sequence[MicroBatch], repeats: int, graphs: WindowGraphs | None = None
+) -> dict[str, list[float]]:
     """Returns the seconds of every repeat of a window, by runner. Collective; there must be no gradients.
 
     Args:
         runners: by name, runners that differ in their plan or schedule only.
         window: the micro-batches.
         repeats: the number of times that count.
+        graphs: as of `measure_overlap`.
     """
     first = next(iter(runners.values()))
-    times = time_in_turn([functools.partial(each.train_window, window) for each in runners.values()], first, repeats)
+
+    def windows(batches: Sequence[MicroBatch]) -> list[Work]:
+        return [functools.partial(runner.train_window, batches) for runner in runners.values()]
+
+    with _replayed(first, window, windows, graphs) as works:
+        times = time_in_turn(works, first, repeats)
     forget_gradients(first)
     return dict(zip(runners, times, strict=True))
+
+
+def _replayed(
+    runner: Runner,
+    window: Sequence[MicroBatch],
+    make: Callable[[Sequence[MicroBatch]], Sequence[Work]],
+    graphs: WindowGraphs | None,
+) -> contextlib.AbstractContextManager[Sequence[Work]]:
+    """Returns a context with works over a window, as replays where the run has graphs."""
+    return contextlib.nullcontext(make(window)) if graphs is None else graphs.replays(runner, window, make)
 
 
 def time_in_turn(
