@@ -49,8 +49,9 @@ class Enough(Exception):
     """Ends a run of a model's code."""
 
 
-class _TakesFirst(Exception):
-    """The decoder's forward takes the first of what a layer returns; of a tensor, the first row."""
+class _TakesFirst(Underivable):
+    """Refuses a decoder that takes the first of what a layer returns, of a stub's tensor the first row; a run with
+    stubs that return tuples may follow."""
 
 
 @dataclass(frozen=True)
@@ -402,7 +403,7 @@ class LayerCalls:
         positions = torch.arange(length, device=device).expand(batch if self._makes_masks else 1, -1)
         try:
             calls, looked_up = self._run(torch.zeros((batch, length), dtype=torch.long, device=device), positions)
-        except (Underivable, _TakesFirst):
+        except Underivable:
             raise
         except Exception as error:
             raise refusal_of("its forward cannot run without its layers", error) from error
@@ -430,7 +431,7 @@ class LayerCalls:
 
         def called(number: int, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> None:
             if shapes and hidden.shape == shapes[-1][1:]:
-                raise _TakesFirst
+                raise _TakesFirst("its decoder takes the first row of what a layer returns")
             shapes.append(hidden.shape)
             calls[number] = args, kwargs
             if wanted <= calls.keys():
