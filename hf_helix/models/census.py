@@ -87,7 +87,8 @@ class Census:
     def proven_on(self, *layouts: str, kind: str = "") -> list[str]:
         """Returns the classes that are proven, with their defaults, on all given layouts; or those of a kind, `TEXT` or
         `CLASSIFIER`."""
-        names, none = [name for name in self.classes if name.endswith(kind)] if kind else self.names, Finding(REFUSED)
+        names = [name for name in self.classes if name.endswith(kind)] if kind else self.names
+        none = Finding(REFUSED)
         return [
             name for name in names if all(self.classes[name].get(layout, none).status == PROVEN for layout in layouts)
         ]
