@@ -37,7 +37,6 @@ from hf_helix.measure.timing import (
 )
 from hf_helix.operators.base import OperatorContext, explicit_gradients
 from hf_helix.operators.communication.transport import Recorder
-from hf_helix.operators.fused import kernels
 from hf_helix.operators.zero.host_shard import host_memory
 from hf_helix.operators.zero.zero1 import Zero1FlatParameter
 from hf_helix.planning.graph.backward import SEND
@@ -384,10 +383,7 @@ def measure_profile(
         pairs: whether pairs of operators are timed.
         progress: called while pairs are timed.
     """
-    with (
-        runner.precision.weights.kept(),
-        kernels.using(runner.precision.fused),
-    ):  # as in a window, in which weights are cast once
+    with runner.precision.in_window():
         profile = _measure(runner, window, about or {}, pairs, progress)
     forget_gradients(runner)
     return profile

@@ -51,6 +51,12 @@ class Precision:
     weights: CastWeights = field(default_factory=CastWeights)
     fused: bool = field(default_factory=kernels.are_used)
 
+    @contextmanager
+    def in_window(self) -> Iterator[None]:
+        """Returns the context of a window: weights are cast once, and fused kernels run or not."""
+        with self.weights.kept(), kernels.using(self.fused):
+            yield
+
     def autocast(self) -> AbstractContextManager[Any]:
         """Returns the context in which torch itself computes in these types."""
         if self.autocast_dtype is None:
@@ -99,11 +105,10 @@ class OperatorContext:
 
 
 @contextmanager
-def explicit_gradients(precision: Precision | None = None) -> Iterator[None]:
+def explicit_gradients() -> Iterator[None]:
     """Returns the context in which operators run. Autograd records nothing unless an operator enables it. Recorded
     graphs run backward in the calling thread; by default a GPU's run in another thread, and the caller waits for it."""
-    fused = kernels.are_used() if precision is None else precision.fused
-    with torch.no_grad(), torch.autograd.set_multithreading_enabled(False), kernels.using(fused):
+    with torch.no_grad(), torch.autograd.set_multithreading_enabled(False):
         yield
 
 

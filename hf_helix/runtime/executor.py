@@ -281,7 +281,7 @@ class Executor:
             if flat.host is not None and flat.host.copied is not None and not isinstance(flat, Zero1FlatParameter):
                 self._wait(flat.host.copied)
         try:
-            with self._precision.weights.kept(), explicit_gradients(self._precision), self.streams.window():
+            with self._precision.in_window(), explicit_gradients(), self.streams.window():
                 yield
         finally:
             self._sent.clear()  # of a program that has failed

@@ -353,7 +353,7 @@ def _counted(runner: Runner, batch: MicroBatch, streams: SimulatedStreams) -> tu
     side = batch.prepare()
     batch = replace(batch, prepare=lambda: dict(side))
     rank_units = runner.rank_units
-    with runner.precision.weights.kept():  # as in a window, with one cast of each weight
+    with runner.precision.in_window():
         # The first window makes gradients and copies of weights; further windows reuse them.
         first = Meter([*rank_units.placements, *rank_units.stepped], counts=False)
         _run(runner, batch, streams, first)

@@ -159,6 +159,6 @@ def test_two_engines_in_a_process_each_have_their_own_kernels() -> None:
         kernels.use(fused)
         precisions.append(Precision())
     for precision, fused in zip(precisions, (True, False, True), strict=True):
-        with explicit_gradients(precision):
+        with precision.in_window():
             assert kernels.is_on(value) == fused
     assert kernels.is_on(value)
