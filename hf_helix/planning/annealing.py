@@ -52,7 +52,7 @@ def anneal(
     """Returns the state of the walk with the smallest merit.
 
     Args:
-        propose: makes a changed state; None where the change does not apply; either counts as a step.
+        propose: makes a changed state; None if the change does not apply. Either counts as a step.
         steps: the number of changes to try.
         temperature: at the first step, given the value of the best state so far; from there it falls linearly to 0.
         accept: `metropolis` or `threshold`.

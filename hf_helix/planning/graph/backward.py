@@ -25,7 +25,7 @@ def derive_backward(graph: Graph) -> Graph:
         for every operator of the forward graph, last one first:
             emit B: reads the gradients of its outputs (and its saved values), writes the gradients of its inputs;
             of a linear, emit I in its place and set W aside;
-            where communication would have to sum gradients of several readers, emit the sum as a separate operator
+            if communication would have to sum gradients of several readers, emit the sum as a separate operator
         move recomputed communication to directly after its inputs
         insert every W after its I, or after the communication that reads the I's result
         insert every recomputed operator (R) before its first reader
@@ -355,7 +355,7 @@ OF_SLICES = ".slices"
 def transfer_graphs(plain: Sequence[bool] = (False,), has_slices: bool = False) -> dict[str, GraphPair]:
     """Returns the units between two virtual stages on different ranks: `send` ends a stage, `receive` begins the next.
 
-    Their backward is derived, too: gradients come in at `send` and go out at `receive`. `plain` says of each value
+    Their backward is derived as well: gradients come in at `send` and go out at `receive`. `plain` says of each value
     handed on whether it has no gradient. With `has_slices`, there are further units between slices of the head, which
     hand on its input and statistics.
     """

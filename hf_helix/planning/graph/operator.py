@@ -70,7 +70,7 @@ class Operator:
         wgrad_fraction: the part of W to compute, from 1 (all weights are trained) to 0 (none: its backward has no W).
         backward_kind: the kind of its backward; None for the same.
         accumulates: for each output, the partial gradient to add, or None.
-        ordered_after: predecessors by order alone; of this graph, not of the derived backward.
+        ordered_after: predecessors only by order, in this graph and not in the derived backward.
         saved_for_backward: values of the forward pass read by its backward.
         has_saved_state: whether unnamed state is left for its backward, for example tensors saved by autograd.
         recomputed: whether backward runs the operator again instead of keeping results and state.
@@ -149,7 +149,7 @@ class Graph:
         repeats: whether units of this kind follow each other: the outputs of one are the inputs of the next.
         saved_values: of a backward graph, the inputs that no other unit gives: values of the forward pass, and
             gradients of `shown` values.
-        shown: values that a caller of the decoder may read, and give gradients for, beside `outputs`.
+        shown: further values that a caller of the decoder may read, and give gradients for.
         plain_inputs: inputs without a gradient (indices).
     """
 

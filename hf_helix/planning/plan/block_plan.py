@@ -172,7 +172,7 @@ class _Orders:
             units = self._window.layout.units
             names = (units[each[1]] if each else None for each in (forward, backward))
             order = self._plan.order(*names)
-            # A prefetched operator of the next unit may have no entry here: it comes first. Of a split backward, only
+            # A prefetched operator of the next unit may have no entry here: it comes first. In a split backward, only
             # one half may be here.
             unnamed = [entry for entry in made if entry != BARRIER and entry not in order]
             self._known[key] = [index for entry in (*unnamed, *order) for index in made.get(entry, ())]
@@ -180,7 +180,7 @@ class _Orders:
 
 
 def all_blocks(units: Iterable[str]) -> list[Block]:
-    """Every block of units with these names: each direction alone, and each forward with each backward."""
+    """Every block of units with these names: each direction by itself, and each forward with each backward."""
     names = [name for name in units if not name.startswith((SEND, RECEIVE))]
     alone = [Block(name, None) for name in names] + [Block(None, name) for name in names]
     return alone + [Block(forward, backward) for forward in names for backward in names]
@@ -249,7 +249,7 @@ def sequential(forward: Graph | None, backward: Graph | None, profile: Profile) 
     its input gradient.
 
     Args:
-        forward, backward: the graphs of the block; None where a strand is absent.
+        forward, backward: the graphs of the block; None if a strand is absent.
         profile: unused.
     """
     strands = (entries(forward, None), entries(None, backward))

@@ -57,7 +57,7 @@ def _link_loads(profile: Profile, arrays: WindowArrays, rank: int, count: int) -
 
 def bound(arrays: WindowArrays, layout: Layout) -> float:
     """Seconds that no order of a window can beat: the load of the busiest stream, and the critical path of each strand
-    through a rank's layers without weight gradients; half of the sum of both paths where two micro-batches of one
+    through a rank's layers without weight gradients; half of the sum of both paths if two micro-batches of one
     direction are concurrent (warm-up and cool-down on several ranks, evaluation).
     """
     limits = [max(arrays.loads().values())]

@@ -5,7 +5,7 @@ Out:  the order of issue.
 Must hold: a pure function of its inputs, the same on every rank. Values are written before they are read. Micro-batches
 go through every unit in the schedule's order, and gradients of every parameter accumulate in that order.
 
-    ready = all instructions without predecessors (data dependencies, and those of `Precedence`)
+    ready = all instructions without predecessors (data dependencies, and the order of `Precedence`)
     until every instruction is issued:
         rank  = the rank whose next instruction can begin first; of a rank, the next instruction is
                     a ready communication, if there is one: communication is issued as soon as its input exists
@@ -59,8 +59,8 @@ class Priorities:
 
     times: Times  # seconds of every operator alone
     priority: Priority  # see `Priority`
-    extra_live_layers: int = EXTRA_LIVE_LAYERS  # how many layers' activations may be alive beyond those of one strand
-    # in the last backward, the first so many units of each rank compute their weight gradients after all else, see
+    extra_live_layers: int = EXTRA_LIVE_LAYERS  # layers whose activations may be alive beyond one strand's
+    # in the last backward, the first n units of each rank compute their weight gradients after all else, see
     # `planning.plan.search`; None to order the last backward like all others
     num_units_with_deferred_wgrad: int | None = None
 
@@ -248,7 +248,7 @@ class _Rank:
     waiting: list[tuple[int, bool]] = field(default_factory=list)
 
     def add(self, place: int, computes: bool) -> None:
-        """Makes an instruction ready, or lets it wait for the next sync point."""
+        """Makes an instruction ready, or holds it until the next sync point."""
         if place >= self.closed_from:
             self.waiting.append((place, computes))
         else:

@@ -11,7 +11,7 @@ layer counts as an equal part of the layer's activations; all activations of a m
     it has left a unit    when the last operator, and every recomputation in the unit, was issued; W may follow
     slot n begins         after the end of all slots up to n - 2
     an idle strand        gives every second action of the other strand a strand of its own
-    a unit's W            come after those of two units before, where every micro-batch's gradients are reduced: full
+    a unit's W            come after the Ws of two units before, if every micro-batch's gradients are reduced: full
                           gradients live from the first W of a unit to the last
 """
 
@@ -38,7 +38,7 @@ class Precedence:
     Args:
         window: of all ranks.
         kept: the kept activations allocated by each instruction of the pattern.
-        recomputed: likewise, of recomputed activations.
+        recomputed: the same for recomputed activations.
 
     Attributes:
         needs: of each place, its predecessors.
@@ -199,7 +199,7 @@ def _without_weights(slots: Sequence[Slot]) -> list[Slot]:
 
 
 def _strand(slots: Sequence[Slot], forward: bool) -> list[tuple[Action, bool]]:
-    """The actions of a direction; two in a row are concurrent where the other strand has none."""
+    """The actions of a direction; two in a row are concurrent if the other strand has none."""
     actions = []
     alone = False
     for slot in slots:

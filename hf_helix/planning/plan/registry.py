@@ -2,7 +2,7 @@
 
 In:   a rule's name and a profile; or the path or the text of a file, and the model.
 Out:  a plan.
-Must hold: every rule makes its plan from the profile alone, so no model is needed. The names are
+Must hold: every rule makes its plan from the profile only, so no model is needed. The names are
 `hf_helix.config.RULES`: options are checked without an import of planning. A damaged file, or a file of
 another version or for another model, is an error with the remedy. Writing and reading a plan gives an equal plan.
 """
@@ -74,7 +74,7 @@ def baseline_plan(layout: Layout, *, model: str, mesh: Mapping[str, int]) -> Pla
     """Returns the plan `sequential`, made without a measurement.
 
     Args:
-        model, mesh: as of `make_plan`.
+        model, mesh: see `make_plan`.
     """
     return make_plan("sequential", rough_profile(layout), model=model, mesh=mesh)
 
@@ -109,11 +109,11 @@ def load_plan(path: str | Path, pairs: Mapping[str, GraphPair], *, model: str, m
 
 
 def parse_plan(text: str, pairs: Mapping[str, GraphPair], *, model: str, mesh: Mapping[str, int]) -> Plan:
-    """Returns a plan from its text form; errors as of `load_plan`, without the name of the file.
+    """Returns a plan from its text form; raises the errors of `load_plan`, without the name of the file.
 
     Args:
         text: of a plan file.
-        pairs, model, mesh: as of `load_plan`.
+        pairs, model, mesh: see `load_plan`.
     """
     try:
         data = json.loads(text)

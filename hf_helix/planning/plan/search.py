@@ -222,7 +222,7 @@ def _changed(priority: Priority, names: Sequence[Name], scale: float, rng: rando
 # -- deferred weight gradients -----------------------------------------------------------------------------------------
 
 MICROBATCHES = 2  # for each pipeline rank, of the window for comparing numbers of units
-PARTS = 8  # numbers of units to try first: that many parts of all units; then as many around the best number
+PARTS = 8  # numbers of units to try first, evenly spaced; then the same count around the best number
 GAIN = 1e-4  # a number of units is taken if the window becomes shorter by more than this part
 
 

@@ -3,7 +3,7 @@
 In:   the number of ranks P and micro-batches M, the costs of the virtual stages, and a limit of activations.
 Out:  the fastest schedule found: a named schedule, a periodic one, or a list schedule improved by local search.
 Must hold: the layers are on the fold, so layers never move between ranks; without slices of the vocabulary, the
-schedule is never slower than `folded_1f1b` and `dualpipe_v` where they fit the memory; equal inputs give equal
+schedule is never slower than `folded_1f1b` and `dualpipe_v` if they fit the memory; equal inputs give equal
 schedules on every machine.
 
     list scheduling   a free rank takes its policy's preferred action among the actions with all inputs
@@ -11,11 +11,11 @@ schedules on every machine.
     periodic          every micro-batch goes the same way, a period after the one before
 
 In a periodic schedule an action begins after its inputs have arrived, and in a period the actions of a rank do not
-overlap; so the schedule can run, and keeps as many micro-batches under way as a micro-batch takes periods. No period is
-shorter than the time of the heaviest rank for a micro-batch. Actions are placed in the order of a micro-batch, at the
-first time at which their rank is free in every period, if possible without gaps that are too small for others; weight
-gradients go into what is left (software pipelining: Lam, 1988; arXiv 2411.05288 repeats such a block for slices of the
-vocabulary, too).
+overlap; so the schedule can run, and the number of micro-batches under way equals the periods of one micro-batch. No
+period is shorter than the time of the heaviest rank for a micro-batch. Actions are placed in the order of a
+micro-batch, at the first time at which their rank is free in every period, if possible without gaps that are too small
+for others; weight gradients go into what is left (software pipelining: Lam, 1988; arXiv 2411.05288 repeats such a
+block, with slices of the vocabulary).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SURE = 24.0
 
 
 def periodic_schedules(ranks: tuple[int, ...], costs: Costs, num_microbatches: int, count: int) -> list[Schedule]:
-    """Returns at most `count` schedules, the fastest of a short window first; `ranks` are those of the stages."""
+    """Returns at most `count` schedules, the fastest of a short window first; `ranks` has the rank of each stage."""
     clock = SlotClock(ranks, costs, min(num_microbatches, 3 * (max(ranks) + 1)))
     tried = [_placed(clock, *each) for each in product(STRETCHES, GAPS)]
     if not any(tried):
@@ -66,7 +66,7 @@ def periodic_schedules(ranks: tuple[int, ...], costs: Costs, num_microbatches: i
 
 
 def _placed(clock: SlotClock, stretch: float, least: float) -> tuple[Mapping[Action, float], float] | None:
-    """Returns when the actions of the first micro-batch begin, and the period; None where an action finds no place."""
+    """Returns when the actions of the first micro-batch begin, and the period; None if an action finds no place."""
     costs, stages = clock.costs, range(len(clock.ranks))
     loads = [0.0] * (max(clock.ranks) + 1)
     for stage in stages:
@@ -107,7 +107,7 @@ def _placed(clock: SlotClock, stretch: float, least: float) -> tuple[Mapping[Act
 
 
 def _repeated(clock: SlotClock, starts: Mapping[Action, float], period: float) -> Schedule:
-    """Returns the actions of all micro-batches in the order of their times; a W directly behind its I joins it."""
+    """Returns the actions of all micro-batches in the order of their times; a W directly after its I joins it."""
     rows: Schedule = [[] for _ in range(max(clock.ranks) + 1)]
     # Actions without a time of their own begin at the same time as others: they keep the order of a micro-batch.
     times = [
@@ -213,11 +213,11 @@ class Policy:
 
     max_live: int  # activations, each of one stage and micro-batch, alive at once on a rank; at least 2
     pair: bool = True  # whether an F and a B that can start run as one slot
-    # whether the first backwards of the second chunk, P-1-r on rank r, run as I alone to send gradients sooner
+    # whether the first backwards of the second chunk, P-1-r on rank r, run only as I to send gradients sooner
     early: bool = False
-    apart: int = 0  # the number of a rank's last backwards that run as I, with W where nothing else can start
+    apart: int = 0  # the number of a rank's last backwards that run as I, with W when nothing else can start
     forward: int = 1  # the chunk whose F goes first: 0 or 1, or 2 for the chunk that did not run last
-    backward: int = 1  # the chunk whose B goes first, likewise
+    backward: int = 1  # the chunk whose B goes first, with the same values
     delay: float = 1.0  # the part of a W that may delay another action; 1 fills every gap
 
 
@@ -339,7 +339,7 @@ class _State:
 TRIALS = 10_000
 EFFORT = 3_000_000  # slots that are run in all; about a second
 HEAT = 0.2  # in times of an average F: how much slower the walk may become at first
-MEAN = 0.01  # weight of the ranks' mean end beside the last end, so that small steps add up
+MEAN = 0.01  # weight of the ranks' mean end against the last end, so that small steps add up
 ON_PATH = 0.8  # the part of the changes on the critical path
 STEPS = (-4, -3, -2, -1, 1, 2, 3, 4)
 LATER = 8  # places by which a W may move away from its I
@@ -368,7 +368,7 @@ def improve_schedule(schedule: Schedule, clock: SlotClock, max_live: int, limit:
 
     A list schedule never revises a choice, although the best choice for a slot can be bad for later slots; this walk
     does. Without clock, hash or transcendental function, the walk is equal on every machine. At most
-    `max_live` activations, each of one stage and micro-batch, are alive at once on a rank; `limit` is as of
+    `max_live` activations, each of one stage and micro-batch, are alive at once on a rank; for `limit` see
     `choose_schedule`.
     """
     rows = [[clock.timed(slot) for slot in slots] for slots in schedule]

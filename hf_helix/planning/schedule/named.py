@@ -70,7 +70,7 @@ def _dualpipe_v_steps(rank: int, num_ranks: int, num_microbatches: int) -> list[
     steps += [(f0,), (f1,)] * through  # 2: F0 F1
     steps += [(i1,), (w1,), (f1,)] * below  # 3: I1 W1 F1
     main: list[Step] = [(f0, b1), (f1, b0)] * (num_microbatches - 2 * num_ranks + through)  # 4: F0B1 F1B0
-    if below == 0:  # the turn of the fold: everyone waits for its first B1, so nothing runs beside it
+    if below == 0:  # the turn of the fold: everyone waits for its first B1, so nothing overlaps with it
         main[:1] = [(f0,), (b1,)]
     steps += main
     steps += [(b1,), (f1, b0)] * below  # 5: B1 F1B0

@@ -59,7 +59,7 @@ def count_layers(
     first_least: int = 0,
 ) -> list[float]:
     """Returns how many layers each virtual stage gets: the heaviest rank as light as can be, then the stages of every
-    rank even. With `first_half`, layers are cut in the middle where the heaviest rank gets lighter by `WORTH_A_CUT`.
+    rank even. With `first_half`, layers are cut in the middle if the heaviest rank gets lighter by `WORTH_A_CUT`.
 
     Args:
         num_layers: of the model.
@@ -69,7 +69,7 @@ def count_layers(
         head_cost: the same of the head and the loss, on the last stage.
         layers_per_stage: how many layers each virtual stage gets, instead.
         first_half: the share of a layer's time before the middle; None to keep layers whole.
-        first_least: the fewest layers of the first stage, as far as there are so many: those that add features of
+        first_least: the fewest layers of the first stage, if the model has enough: the layers that add features of
             images.
 
     Raises:
@@ -86,7 +86,7 @@ def count_layers(
             + (f"; with schedule='1f1b' it needs {num_ranks}" if num_ranks <= num_layers else "")
         )
     counts: Sequence[float]
-    if num_ranks == 1:  # stages of one rank may be empty, and cost what they cost on any split
+    if num_ranks == 1:  # stages of one rank may be empty, and every split costs the same
         counts = [(num_layers + num_stages - 1 - stage) // num_stages for stage in range(num_stages)]
     elif num_layers < num_stages:
         counts = [(2 * num_layers + num_stages - 1 - stage) // num_stages / 2 for stage in range(num_stages)]
@@ -110,7 +110,7 @@ def split_layers(num_layers: int, ranks: Sequence[int], **options: Any) -> list[
 
 
 def ranges_of(counts: Sequence[float]) -> tuple[list[int], list[range]]:
-    """Returns the layers that are cut in the middle, and the units of each stage where such a layer is two units."""
+    """Returns the layers that are cut in the middle, and the units of each stage if such a layer is two units."""
     ends = list(accumulate(counts, initial=0.0))
     cut = [int(end) for end in ends if end % 1]
     units = [math.ceil(end) + sum(layer < int(end) for layer in cut) for end in ends]
@@ -183,7 +183,8 @@ def _in_halves(
 
 
 def _filled(total: int, least: Sequence[int], extra: Sequence[float]) -> list[int]:
-    """Counts that add up to `total`: at least `least`, then one by one to where count and extra are lightest.
+    """Counts that add up to `total`: at least `least`, then one by one to the stage with the smallest sum of count and
+    extra.
 
     Of equals the last gets it: on the linear placement later ranks hold fewer activations.
     """

@@ -77,7 +77,7 @@ class Scheduler:
         return self.find(num_microbatches)[1]
 
     def find(self, num_microbatches: int) -> tuple[str, Schedule]:
-        """The schedule of a window behind its label: its name or, of `auto`, as `choose_schedule` returns it.
+        """The schedule of a window after its label: its name or, for `auto`, the label of `choose_schedule`.
 
         Raises:
             ValueError: as `build_schedule` and `load_schedule`.
@@ -123,7 +123,7 @@ def candidates(
     Args:
         name: of the schedule that the run asks for.
         num_microbatches: of the windows; None for three for each rank.
-        limit: of the memory of a window; a named schedule behind `auto` that exceeds the limit is left out.
+        limit: of the memory of a window; `auto` leaves out named schedules that exceed the limit.
     """
     num_ranks = profile.layout.num_ranks
     if profile.layout.is_spread:
@@ -138,7 +138,7 @@ def candidates(
 
 
 def check_schedule(name: str) -> None:
-    """Raises ValueError where a text is neither the name of a schedule nor the path of a file."""
+    """Raises ValueError if a text is neither the name of a schedule nor the path of a file."""
     if name not in SCHEDULES and not Path(name).is_file():
         raise ValueError(
             f"schedule={name!r} is neither the name of a schedule nor an existing file; "
@@ -150,7 +150,7 @@ def simulate_layers(
     name: str, num_ranks: int, num_microbatches: int | None, num_layers: int | None = None, **times: float
 ) -> tuple[str, Simulated]:
     """Simulates a schedule of `num_layers` equal layers, by default two for each rank; returns its label and the
-    simulation. By default, a window has all micro-batches of an action file, or else three for each rank."""
+    simulation. By default, a window has all micro-batches of an action file, otherwise three for each rank."""
 
     def costs(ranks: Sequence[int]) -> Costs:
         slices = num_ranks - 1 if len(ranks) > 2 * num_ranks else 0
@@ -195,7 +195,7 @@ def placement_of(schedule: Schedule) -> str:
     """The placement of a schedule, by its number of virtual stages.
 
     Raises:
-        ValueError: no placement has as many.
+        ValueError: no placement has this number of stages.
     """
     num_ranks = len(schedule)
     num_stages = 1 + max((action.stage for slots in schedule for slot in slots for action in slot.actions), default=-1)

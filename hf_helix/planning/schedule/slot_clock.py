@@ -21,14 +21,14 @@ from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.schedule.actions import PARTS, Action, Schedule, Slot, num_microbatches_of
 from hf_helix.planning.timing.profile import Profile
 
-USUAL_GAIN = 1.2  # of forward beside backward, where nothing is measured
-SLICE = 0.3  # the work of a slice of the vocabulary, in that of a stage's layers, likewise
-HOP = 0.7  # of a transfer, beside slices of the vocabulary: much, since what waits least is most in time
+USUAL_GAIN = 1.2  # of forward while backward runs, if nothing is measured
+SLICE = 0.3  # the work of a slice of the vocabulary, as a part of a stage's layers, if nothing is measured
+HOP = 0.7  # of a transfer, with slices of the vocabulary: much, since short waits are most punctual
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The seconds that the parts of each virtual stage take alone.
+    """The seconds that the parts of each virtual stage take by themselves.
 
     Attributes:
         forward: seconds of F, of each virtual stage.
@@ -83,7 +83,7 @@ class Costs:
         return cls.of_layers([*ends, *[1] * (num_stages - 2 * slices), *ends], transfer=hop, gain=USUAL_GAIN)
 
     def seconds(self, action: Action) -> float:
-        """The seconds of an action alone."""
+        """The seconds of an action by itself."""
         if action.computation_type == "F":
             return self.forward[action.stage]
         inputs = self.input[action.stage] if action.computation_type in "BI" else 0.0
@@ -98,7 +98,7 @@ class Costs:
 def stage_costs(profile: Profile) -> Costs:
     """The costs of the virtual stages of a profile: the times of their operators, one after the other.
 
-    The gain is the most that two strands could gain: the time of all operators over that of the busiest kind.
+    The gain is the most that two strands could gain: the time of all operators over the time of the busiest kind.
     """
     layout = profile.layout
     totals: dict[tuple[int, str], float] = {}
@@ -133,7 +133,7 @@ Row = list[TimedSlot]
 
 
 class SlotClock:
-    """Runs slots. Results have numbers: F by stage and micro-batch, then I likewise.
+    """Runs slots. Results have numbers: F by stage and micro-batch, then I by stage and micro-batch.
 
     Args:
         ranks: the rank of every virtual stage.
@@ -318,7 +318,7 @@ def simulate_schedule(schedule: Schedule, ranks: Sequence[int], costs: Costs) ->
         ranks: the rank of every virtual stage.
 
     Raises:
-        ValueError: it can never end (`validate` says why), or costs are of other stages.
+        ValueError: it can never end (`validate` gives the reason), or costs are of other stages.
     """
     if len(costs.forward) != len(ranks):
         raise ValueError(f"costs are of {len(costs.forward)} virtual stages and the placement has {len(ranks)}")

@@ -2,7 +2,7 @@
 
 In:   a window as numbers, an order of issue, and how much operators slow each other down.
 Out:  a `Timeline`: start and end of every instruction.
-Must hold: the rules are those of the executor.
+Must hold: the clock and the executor have the same rules.
 
     - The instructions of a queue (a stream of a rank; of transfers, a link to a neighbour) run in the order of issue.
     - Communication starts after all computations that the rank issued before it.

@@ -2,9 +2,9 @@
 
 In:   a plan, a profile, and the schedule of a window.
 Out:  a `Prediction`.
-Must hold: seconds equal `simulate`, but for rounding, where the window becomes periodic: all ranks take as long for
-some repetitions as for as many before. Otherwise a further repetition of a long window takes the mean of the last half
-of the simulated repetitions.
+Must hold: seconds equal `simulate`, but for rounding, if the window becomes periodic: all ranks take as long for
+some repetitions as for the same number before. Otherwise a further repetition of a long window takes the mean of the
+last half of the simulated repetitions.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Profiles: times of operators, alone and concurrent, measured or estimated.
+"""Profiles: times of operators, single and concurrent, measured or estimated.
 
 In:   measurements or estimates.
 Out:  seconds of every operator, and how much operators slow each other down.
@@ -48,7 +48,7 @@ class Pair:
         """The pair that follows from two slowdowns.
 
         Args:
-            first, second: seconds of each alone.
+            first, second: seconds of each by itself.
             slowdown: how many times longer the first takes while the second runs.
             slowdown_of_second: how many times longer the second takes while the first runs.
         """
@@ -76,7 +76,7 @@ class Profile:
     Attributes:
         about: hardware, versions, model, mesh and shapes, as text.
         layout: the units of a rank, with their graphs.
-        times: seconds of each operator alone.
+        times: seconds of each operator by itself.
         spread: of each, the distance between the quartiles in parts of the median.
         pairs: operators measured concurrently.
         like: an operator -> an equal one (a collective of the same size) that `pairs` names.
@@ -163,17 +163,17 @@ def slowdown_of(alone: float, concurrent: float, other: float) -> float:
     """Returns how many times longer an operator takes while another runs, from 1 to 10.
 
     Args:
-        alone: seconds alone.
+        alone: seconds of an operator by itself.
         concurrent: seconds when both start together.
         other: seconds of the other.
     """
     shared = min(concurrent, other)
-    done_meanwhile = alone - (concurrent - shared)  # in seconds alone
+    done_meanwhile = alone - (concurrent - shared)  # in seconds of the operator by itself
     return min(max(shared / done_meanwhile, 1.0), 10.0) if done_meanwhile > 0.1 * shared else 10.0
 
 
 def check_times(layout: Layout, times: Mapping[Name, float], pairs: Mapping[tuple[Name, Name], Pair]) -> None:
-    """Raises ValueError, naming the operator, where times are missing, unknown or impossible."""
+    """Raises ValueError, naming the operator, if times are missing, unknown or impossible."""
     known = {name for name, _ in named_operators(layout)}
     for name in sorted((known | {name for name, _ in named_per_step(layout)}) - times.keys()):
         what = f"operator {join_name(name)!r}"
@@ -183,7 +183,7 @@ def check_times(layout: Layout, times: Mapping[Name, float], pairs: Mapping[tupl
             what = f"the {what} ({len(layout.reductions if is_sum else layout.gathers)} here)"
         raise ValueError(f"the profile does not cover {what}")
     for name in [*times, *(name for pair in pairs for name in pair)]:
-        if name not in known and not is_per_step(name):  # a part of the layout may have none of these
+        if name not in known and not is_per_step(name):  # a part of the layout may lack these
             raise ValueError(f"the profile names {join_name(name)!r}, which is not an operator of these graphs")
     for name, seconds in times.items():
         _check_time(join_name(name), seconds)

@@ -2,7 +2,7 @@
 
 In:   a `Profile`, or the path of a file.
 Out:  readable JSON, or the `Profile`.
-Must hold: a file that is damaged, of another version or for other operators is an error that says so. The keys of an
+Must hold: a file that is damaged, of another version or for other operators is an error with the reason. The keys of an
 operator are the fields of `Operator`; a field with its default value is left out, so a new field with a default needs
 no other format.
 """
@@ -32,10 +32,10 @@ def load_profile(
 
     Args:
         about: entries of `Profile.about` that must be equal.
-        layout: the layout of the run, whose graphs the file must hold; None for that of the file.
+        layout: the layout of the run, whose graphs the file must hold; None for the file's own layout.
 
     Raises:
-        ValueError: damaged, impossible, incomplete or for another run; the error says how to measure anew.
+        ValueError: damaged, impossible, incomplete or for another run; the error names the command that measures anew.
     """
     try:
         return _load(path, about or {}, layout)

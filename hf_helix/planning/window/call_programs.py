@@ -1,8 +1,8 @@
 """The programs of a decoder that is called: a window in three kinds of programs, with the loss between them.
 
 In:   a plan, the forward schedule of one call, and a layout whose last unit ends at the decoder's output.
-Out:  `CallPrograms`: the program of a call's forward pass, alone and overlapped with the backward pass of an earlier
-      call, and of a backward pass alone.
+Out:  `CallPrograms`: the program of a call's forward pass, single and overlapped with the backward pass of an earlier
+      call, and of a single backward pass.
 Must hold: a program contains every operator of its passes, so that the caller's code runs between two programs. On the
 fold, a forward slot of stage t is overlapped with the backward slot of stage S-1-t, which lies on the same rank and has
 the same position in the mirrored order; so every forward schedule gives a schedule of both.
@@ -27,10 +27,10 @@ class CallPrograms:
     2n-1 of the call that goes forward.
 
     Attributes:
-        forward: a forward pass alone.
+        forward: a single forward pass.
         both: a forward pass overlapped with the backward pass of an earlier call, with the gradient reductions of every
             micro-batch.
-        backward: a backward pass alone, with the gradient reductions.
+        backward: a single backward pass, with the gradient reductions.
     """
 
     forward: Sequence[Instruction]
@@ -105,7 +105,7 @@ def mirrored(forward: Schedule) -> Schedule:
 
 
 def _shifted(instructions: Sequence[Instruction], later: int) -> list[Instruction]:
-    """Returns instructions with other numbers of micro-batches; those of a step and barriers stay."""
+    """Returns instructions with other numbers of micro-batches; instructions of a step and barriers stay."""
     return [
         each.of(each.microbatch + later) if each.operator is not None and not each.is_per_step else each
         for each in instructions

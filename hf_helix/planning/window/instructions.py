@@ -21,7 +21,7 @@ class Instruction(NamedTuple):
 
     Attributes:
         unit: index among the layout's units; of a barrier, any unit of its rank (-1 for a single rank).
-        accumulates, control_deps, weights: as of `Operator`, by key.
+        accumulates, control_deps, weights: see `Operator`, by key.
         frees: values without a later reader.
         ends: whether nothing of the micro-batch follows, gradient reductions apart.
         reduction: of a gradient reduction, its index among the layout's; of all others -1.

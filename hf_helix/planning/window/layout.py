@@ -97,7 +97,7 @@ class Layout:
 
     @cached_property
     def derived(self) -> dict[str, object]:
-        """A cache for results derived from the layout alone."""
+        """A cache for results derived from the layout only."""
         return {}
 
     @cached_property
@@ -252,7 +252,7 @@ def place_names(
         ranks: the pipeline rank of each virtual stage.
         ranges: the layers of each virtual stage with layers.
     """
-    before = (len(ranks) - len(ranges)) // 2  # stages without layers, and as many after
+    before = (len(ranks) - len(ranges)) // 2  # stages without layers, at the begin and at the end
     last = len(units) - 1 - before
     members = [[index] for index in range(before)]
     members += [[before + 1 + layer for layer in layers] for layers in ranges]

@@ -2,7 +2,7 @@
 
 In:   a window and a plan's order of issue: places of one rank or of several, barriers as negative numbers.
 Out:  the order with prefetched operators moved forward, gradient reductions and weight gathers; an `OrderedWindow`.
-Must hold: all other operators keep their order, so the order stays valid. A pass depends on the order alone, so all
+Must hold: all other operators keep their order, so the order stays valid. A pass depends on the order only, so all
 replicas issue their collectives in the same order.
 
 The passes run one after the other:
@@ -33,8 +33,8 @@ SMALLEST_BYTES = 2**20
 TAIL = 4
 
 MAX_COPIES = 2
-"""How many buckets may have a copy in flight when the next copy is made, where streams hold memory or every micro-batch
-is reduced: the buffers of flat parameters, and upcasts of gradients in half precision. Computation waits for others."""
+"""How many buckets may have a copy in flight when the next copy is made, if streams hold memory or every micro-batch is
+reduced: the buffers of flat parameters, and upcasts of gradients in half precision. Computation waits for others."""
 
 Order = Sequence[int]
 
@@ -50,7 +50,7 @@ class OrderedWindow:
 
     window: Window  # the instructions of all ranks
     orders: Sequence[Order]  # the places of each rank in the plan's order, before the passes
-    # when the instruction at each place ends by the clock of the plan; None where the order does not depend on times
+    # when the instruction at each place ends by the clock of the plan; None if the order does not depend on times
     ends: Sequence[float] | None = None
 
     def program(self, rank: int) -> list[Instruction]:
@@ -170,7 +170,7 @@ def fill_buckets(sizes: Sequence[int], largest: int) -> list[int]:
     1 / `TAIL` of the remaining bytes.
 
     Args:
-        sizes: bytes of the gradients, in the order in which a micro-batch alone completes the gradients.
+        sizes: bytes of the gradients, in the order in which a single micro-batch completes the gradients.
         largest: bytes of a bucket at most; a larger gradient gets a bucket of its own.
     """
     left = sum(size for size in sizes if size <= largest)

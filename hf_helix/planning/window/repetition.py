@@ -12,7 +12,7 @@ they are read, memory does not grow, and no rank waits for ever.
 
 Orders without times, and orders by times of one or two ranks, become periodic within a few micro-batches: `AGREEING`
 stretches in a row are equal and, by the clock of the plan, end equally later on all ranks. Then the repeated order is
-that of the whole window. On more ranks the order takes many micro-batches to become periodic. There sync points make a
+that of the whole window. On more ranks the order takes many micro-batches to become periodic. Sync points then make a
 stretch: at both of its ends every rank issues everything that precedes them in the schedule.
 """
 
@@ -196,7 +196,7 @@ class Periodic:
     """A schedule whose ranks repeat the same slots for later and later micro-batches.
 
     In a period every rank runs each part of each of its stages for the same number of micro-batches. So a schedule
-    without some of its periods is that of fewer micro-batches.
+    without some of its periods is the schedule of fewer micro-batches.
 
     Attributes:
         shift: micro-batches of a period.
@@ -215,7 +215,7 @@ class Periodic:
         self.periods = min(((end - begin) // length for begin, end, length in self.regions), default=0)
 
     def keep(self, periods: int) -> Schedule:
-        """The schedule with so many periods."""
+        """The schedule with a number of periods."""
         removed = self.periods - periods
         return [
             [*slots[:begin], *(slot.later(-removed * self.shift) for slot in slots[begin + removed * length :])]

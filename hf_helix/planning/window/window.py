@@ -10,7 +10,7 @@ micro-batch, so the instructions of one micro-batch (the `Pattern`) describe the
     indices[place]   0       1         2          0       1                  index into the pattern
     microbatches     0       0         0          1       1
 
-Places from `len(window)` on are those of `Window.per_step`: gradient reductions, weight gathers, copies of both. In an
+Places from `len(window)` on belong to `Window.per_step`: gradient reductions, weight gathers, copies of both. In an
 order of issue a negative number, of `barrier_of`, stands for a barrier. The passes of `planning.window.passes` change
 orders of places; places become instructions once, at the end.
 """
@@ -50,7 +50,7 @@ class WindowArrays:
 
     Attributes:
         streams: an index into `STREAMS`.
-        seconds: the time of the operator alone.
+        seconds: the time of the operator by itself.
         needs: the places to end first.
         entries: the operator, as an index into `names`; `NONE` for a barrier.
         names: the operators.
@@ -78,7 +78,7 @@ class WindowArrays:
         return [numbers.setdefault(key, len(numbers)) for key in keys]
 
     def append_barrier(self, needs: list[int], rank: int) -> int:
-        """Adds a barrier of a rank behind the places of `needs`, and returns its place."""
+        """Adds a barrier of a rank after the places of `needs`, and returns its place."""
         rows = (self.streams, COMPUTE), (self.entries, NONE), (self.ranks, rank), (self.lanes, 0)
         for row, number in (*rows, (self.size_sources, NONE)):
             row.append(number)
@@ -127,10 +127,11 @@ class Pattern:
     Attributes:
         instructions: of micro-batch 0.
         spans: the part of `instructions` of each unit and direction (whether forward).
-        names, streams, ranks, lanes, needs, size_sources: of each instruction, as of `WindowArrays`.
-        ordered_after: of each instruction, predecessors by order alone: the operator's `ordered_after`, the I of a W,
+        names, streams, ranks, lanes, needs, size_sources: of each instruction, see `WindowArrays`.
+        ordered_after: of each instruction, predecessors only by order: the operator's `ordered_after`, the I of a W,
             and for a prefetched operator the writers of the inputs of the unit listed with it.
-        prefetch_readers: of each prefetched instruction, the readers of its values, or of what is gathered from these.
+        prefetch_readers: of each prefetched instruction, the readers of its values, or of the weights gathered from
+            these.
         is_awaited: whether a barrier waits for the instruction, see `Kind.is_awaited`; not if prefetched.
     """
 
@@ -300,7 +301,7 @@ class Window:
 
     @cached_property
     def per_step(self) -> list[StepOperator]:
-        """The operators at the places from `len(self)` on: those of the layout; then, micro-batch by micro-batch, the
+        """The operators at the places from `len(self)` on: the layout's; then, micro-batch by micro-batch, the
         reductions before the last micro-batch."""
         often = [self.layout.per_step[number] for number in self.layout.reduced_often]
         return self.layout.per_step + often * (len(self.at) - 1)
@@ -355,7 +356,7 @@ class Window:
                 if step.gather >= 0:
                     unit = self.layout.gathers[step.gather].units[0]
                     made.append(Instruction(min(microbatches, default=0), unit, step.op, gather=step.gather))
-                else:  # behind the last adder, or behind another reduction that is
+                else:  # after the last adder, or after another reduction that is
                     made.append(Instruction(made[-1].microbatch, made[-1].unit, step.op, reduction=step.reduction))
         return made
 

@@ -11,11 +11,11 @@ The space of the paper's equation 2:
   barrier; fewer in long blocks, so that there are at most `MAX_STATES` states.
 - Segments: at most `SEGMENT` operators of each strand's chain, the weight gradients that they make ready (the paper's
   "self-overlap" with the collective after the I), and at most `MOVED` others.
-- Pairs: a segment of each strand, or of one alone, then a barrier, at which computation waits for communication. Two
-  segments with a local collective each are never paired.
+- Pairs: a segment of each strand, or of a single strand, then a barrier, at which computation waits for communication.
+  Two segments with a local collective each are never paired.
 - Within a pair, every interleaving of the computations. A collective is issued as soon as its strand has come to it,
   the forward's first.
-- `sequential`, also for a strand alone.
+- `sequential`, also for a single strand.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class _Block:
     def issue(self, i: int, free: list[float], ends: dict[int, float]) -> None:
         """Updates the earliest end of an operator, in `ends`, and when each stream is free."""
         stream = self.streams[i]
-        start = max(free[COMPUTE], free[stream])  # communication, too, waits for all computation before it
+        start = max(free[COMPUTE], free[stream])  # communication also waits for all computation before it
         for need in self.waits[i]:
             start = max(start, ends.get(need, 0.0))  # 0: it ran before the last barrier
         ends[i] = free[stream] = start + self.seconds[i]

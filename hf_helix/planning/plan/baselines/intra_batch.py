@@ -176,7 +176,7 @@ def tile_profile(profile: Profile, tiles: int) -> Profile:
     """Returns the profile of the tiled graphs, derived from the times of the untiled operators.
 
     A tile takes its part of the time; cut and join take as long as the cheapest local operator of their graph in
-    forward, since a value is copied once in either direction. Slowdowns are those of the untiled operators.
+    forward, since a value is copied once in either direction. Slowdowns equal the slowdowns of untiled operators.
     """
     if tiles == 1:
         return profile
