@@ -5,7 +5,7 @@ Out:  the results of `Runner.train_window` and `Runner.evaluate`, to the same bi
       routers.
 Must hold: everything that the host decides in a window is part of the key of its graph, so a replay does the same as
 the window without a graph. All ranks of the run capture, replay or run a window operator by operator together, as NCCL
-asks; where a capture fails on any rank, none has graphs from there on. The next window overwrites the gradients of a
+asks; after a failed capture on any rank, no rank has graphs. The next window overwrites the gradients of a
 window, unless `keep_gradients` is called between. No graph outlives the process groups of its communication: NCCL
 would wait for its end for ever.
 
@@ -133,15 +133,15 @@ class CudaRecorder:
             graph.register_generator_state(generator)
         index, stream = torch.cuda.current_device(), torch.cuda.current_stream()
         state: Any = torch.cuda.default_generators[index]
-        # torch 2.11 leaves the state of the default generator captured where a capture fails: a copy, here.
+        # torch 2.11 leaves the state of the default generator captured after a failed capture: a copy, here.
         with default_state(index, state.clone_state()):
             try:
-                # Other threads (NCCL's watchdog, data loaders) may call CUDA meanwhile.
+                # Other threads (NCCL's watchdog, data loaders) may call CUDA during a capture.
                 with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                     try:
                         result = work()
                     except Exception as error:
-                        first = error  # the end of the capture fails, too, without a reason
+                        first = error  # the end of the capture fails as well, without a reason
                         raise
             except Exception as error:
                 self._leave(index, stream)
@@ -154,7 +154,7 @@ class CudaRecorder:
         return result, graph
 
     def _leave(self, index: int, stream: torch.cuda.Stream) -> None:
-        """Does what `torch.cuda.graph` leaves out where the end of a capture fails."""
+        """Cleanup that `torch.cuda.graph` skips if the end of a capture fails."""
         torch.cuda.set_stream(stream)
         with contextlib.suppress(RuntimeError):  # the allocator has left the pool already
             torch._C._cuda_endAllocateToPool(index, self._pool)
@@ -206,12 +206,12 @@ class _Captured:
 
 
 class WindowGraphs:
-    """Runs windows, from graphs where their shapes repeat.
+    """Runs windows, from graphs if their shapes repeat.
 
     Args:
-        say: tells the user, once, which windows are not captured and why.
+        say: prints, once, which windows are not captured and why.
         recorder: captures functions; tests give a fake for CPU.
-        option: `HelixConfig.cuda_graphs`. With "auto", a capture that fails is said, and windows run operator by
+        option: `HelixConfig.cuda_graphs`. With "auto", a failed capture is printed, and windows run operator by
             operator from there on; with True, an error.
         switches: returns what operators read of modules in every window, which is a part of the key.
 
@@ -329,7 +329,7 @@ class WindowGraphs:
     def replays(
         self, runner: Runner, window: Sequence[MicroBatch], make: Callable[[Sequence[MicroBatch]], Sequence[Work]]
     ) -> Iterator[Sequence[Work]]:
-        """Yields works over a window as replays, for their times alone; as they are where any cannot be captured.
+        """Yields works over a window as replays, only for their times; unchanged if any cannot be captured.
         Collective; there must be no gradients. Other graphs are released before, these at the end, and operators that
         run between need as much memory again.
 
@@ -368,7 +368,7 @@ class WindowGraphs:
             del still
 
     def _agreed(self, runner: Runner, about: object, leaves: Sequence[Any]) -> int:
-        """Returns a number for this window on all ranks together; 0 where a rank cannot capture it. Collective."""
+        """Returns a number for this window on all ranks together; 0 if a rank cannot capture it. Collective."""
         held = (*runner.rank_units.placements, *runner.rank_units.stepped)
         places = [(parameter.data_ptr(), parameter.requires_grad) for parameter in held]
         moved = runner is not self._runner or places != self._places
@@ -402,7 +402,7 @@ class WindowGraphs:
         return number in self._draws and self._seen[number] > max(self._num_warmups, self.num_captured)
 
     def _make_room(self, trains: bool) -> None:
-        """Releases the graphs where a rank has no memory for a window beside them. After a window to train, shapes must
+        """Releases the graphs if a rank has no memory for a window and the graphs. After a window to train, shapes must
         come twice as often before they are captured again, so that captures get rare. Collective."""
         if not self._captured or not sum_over_ranks([not self._recorder.has_room()])[0]:
             return
@@ -420,7 +420,7 @@ class WindowGraphs:
         self._draws.clear()
 
     def _on_all_ranks(self, runner: Runner, capture: Callable[[], T]) -> T | None:
-        """Returns what is captured; None, and gives up, where the capture of a rank fails. Collective.
+        """Returns the capture; None, and gives up, if the capture of a rank fails. Collective.
 
         Raises:
             RuntimeError: with `option=True`, on every rank.
@@ -548,14 +548,14 @@ def _prepared(window: Sequence[MicroBatch], sides: Sequence[Any]) -> list[MicroB
 
 
 def _kept(window: Sequence[MicroBatch], leaves: Sequence[Any], form: TreeSpec) -> tuple[list[Tensor], list[MicroBatch]]:
-    """Copies of the side inputs that stay where they are, and the micro-batches with them."""
+    """Copies of the side inputs at fixed addresses, and the micro-batches with them."""
     still = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return [leaf for leaf in still if isinstance(leaf, Tensor)], _prepared(window, tree_unflatten(still, form))
 
 
 @contextlib.contextmanager
 def _counting_from_zero(runner: Runner) -> Iterator[dict[RouterMeter, Tensor]]:
-    """Lets every router begin with the tensor of sums that is yielded; at the end the sums are as before."""
+    """Zeroes the router counters inside of the context, in the yielded tensor; restores them after it."""
     with counting_apart(runner) as meters:
         before = {meter: torch.zeros(meter.num_experts + 3, device=runner.mesh.device) for meter in meters}
         for meter, sums in before.items():
@@ -581,7 +581,7 @@ def _release_all() -> None:
 
 @functools.cache
 def _release_before_groups() -> None:
-    """From now on, `torch.distributed.destroy_process_group` releases graphs first; where a script does not call it,
+    """From now on, `torch.distributed.destroy_process_group` releases graphs first; if a script does not call it,
     `hf_helix.runtime.failures.heartbeat` does at the end of the process."""
     destroy = dist.destroy_process_group
 

@@ -1,4 +1,4 @@
-"""Deferred backward passes: the backward pass of a call of the decoder runs beside the forward pass of the next call.
+"""Deferred backward passes: the backward pass of a call of the decoder overlaps with the forward pass of the next call.
 
 In:   a runner whose last unit ends at the decoder's output; the micro-batches of a call; the gradients of what the call
       returned.
@@ -94,7 +94,7 @@ class DeferredBackward:
 
         Args:
             pieces: the micro-batches of the call.
-            asked: the values to return beside the output, of `hidden` and `routers`.
+            asked: the values to return after the output, of `hidden` and `routers`.
 
         Returns:
             The call, and of every value on the rank with its unit the tensors of the pieces.
@@ -184,7 +184,7 @@ class DeferredBackward:
             )
 
     def _next(self, count: int, modes: Sequence[bool]) -> DecoderCall | None:
-        """Returns the call whose backward pass runs beside a forward pass of `count` pieces in `modes`."""
+        """Returns the call whose backward pass overlaps with a forward pass of `count` pieces in `modes`."""
         if not self._waiting:
             return None
         call = self._waiting.popleft()

@@ -1,7 +1,7 @@
 """Variables that CUDA reads once, at its start: set as early as possible, or checked.
 
 In:   the environment, before CUDA has started; later, whether there is a pipeline.
-Out:  the variables, and a sentence for the user where a variable came too late.
+Out:  the variables, and a sentence for the user if a variable came too late.
 Must hold: the user's settings stay; nothing is imported, so that `import hf_helix` is quick.
 
 `TrainingArguments` and `Accelerator` start CUDA before any call of ours, so the variables are set on import.
@@ -38,13 +38,13 @@ def set_connections() -> None:
 
 
 def load_eagerly() -> None:
-    """Lets CUDA load all kernels at its start, unless the user has chosen, or CUDA has started."""
+    """Makes CUDA load all kernels at its start, unless the user has chosen, or CUDA has started."""
     if not cuda_has_started():
         os.environ.setdefault(LOADING, "EAGER")
 
 
 def check_environment(pp_size: int) -> list[str]:
-    """Returns notes for the user about these variables once CUDA has started; empty where all is well."""
+    """Returns notes for the user about these variables once CUDA has started; empty if all is well."""
     if not cuda_has_started():
         return []
     notes = []

@@ -2,19 +2,19 @@
 
 In:   instructions, the units they name, and micro-batches.
 Out:  the values that the program keeps; gradients in `parameter.grad`.
-Must hold: one executor for every plan. The executor issues in the program's order, lets the compute stream wait only
+Must hold: one executor for every plan. The executor issues in the program's order, makes the compute stream wait only
 for the values that an operator reads, frees a value after its last reader, and never synchronises with the device. No
 rank waits until another rank has received a tensor; a sent tensor stays alive until then.
 
     for step in program:  (each bound once, see `bind`)
         barrier             wait for the collectives of all micro-batches
         gradient reduction  issue the reduction of the bucket
-        ZeRO-1 gather       issue the gather, unless the buffer is current; likewise the copy from the host before it
+        ZeRO-1 gather       issue the gather, unless the buffer is current, and the copy from the host before it
         communication       wait for sizes; allocate; issue on its stream; note the event by its outputs
         computation         wait for the events of its inputs; run
-        then                reshard and free what has no further reader
+        then                reshard and free values without a further reader
 
-`hf_helix.runtime.streams` says which operator runs on which stream.
+`hf_helix.runtime.streams` gives the stream of each operator.
 """
 
 import contextlib
@@ -83,7 +83,7 @@ class BoundComputation(BoundOperator):
     Attributes:
         run: the method.
         awaited: the ZeRO-1 flat parameters of the unit.
-        saves_for_backward: whether forward may save state; not where backward runs forward again.
+        saves_for_backward: whether forward may save state; False if backward runs forward again.
         weights: the gathered weights that the operator reads, as flat parameters and keys.
     """
 
@@ -222,7 +222,7 @@ class Executor:
             reduction: of the gradients of the window; None for no reductions.
             at_barrier: called at every barrier, after a wait for everything issued before, even ahead of its time.
             states: the states that an earlier program has begun, by micro-batch; afterwards those that this program
-                has not ended. None where a program ends every state.
+                has not ended. None if a program ends every state.
 
         Returns:
             By micro-batch, the values that were never freed.
@@ -311,7 +311,7 @@ class Executor:
         Args:
             batch: the micro-batch.
             sources: the values before the first operator.
-            saves_for_backward: as of `run`.
+            saves_for_backward: see `run`.
         """
         return MicroBatchState(
             batch.key, batch.prepare(), saves_for_backward, self.seed, self._precision, {**sources(batch)}
@@ -438,13 +438,13 @@ class Executor:
                 self._sent.append((event, value))
 
     def _drain(self, state: MicroBatchState, but: Collection[Key] = ()) -> None:
-        """Lets the compute stream wait for what barriers wait for of a micro-batch."""
+        """Makes the compute stream wait for a micro-batch's collectives."""
         for key, event in list(state.events.items()):
             if event.kind.is_awaited and key not in but:
                 self._wait(event)
                 del state.events[key]
 
     def _barrier(self, states: Mapping[int, MicroBatchState], include_ahead: bool) -> None:
-        """Lets the compute stream wait for collectives; those issued ahead only with `include_ahead`."""
+        """Makes the compute stream wait for collectives; for collectives issued ahead only with `include_ahead`."""
         for state in states.values():
             self._drain(state, but=() if include_ahead else state.ahead)

@@ -3,7 +3,7 @@
 In:   the units of a rank, and the number of tiles of a plan.
 Out:  the units with the graphs of the plan. The same linears and collectives serve the tiles; new operators cut
       and join.
-Must hold: values and gradients are those of the untiled unit, rounding aside. An all-gather brings the ranks' parts in
+Must hold: values and gradients equal the untiled unit's, rounding aside. An all-gather brings the ranks' parts in
 rank order, so the rows of tile t of a gathered value are the t-th part of every rank's shard. A shard with fewer rows
 than tiles leaves the last tiles empty; empty tiles are not communicated.
 """
@@ -26,7 +26,7 @@ def tile_unit(unit: Unit, tiles: int) -> Unit:
     """Returns the unit with its collectives and their linears cut into tiles along the sequence.
 
     Raises:
-        ValueError: fewer than one tile, or a collective beside a linear is neither an `AllGather` nor a
+        ValueError: fewer than one tile, or a collective next to a linear is neither an `AllGather` nor a
             `ReduceScatter`.
     """
     forward = unit.graphs.forward
@@ -89,7 +89,7 @@ class TileTransfer(Communication):
 
 
 def cut_rows(value: Tensor, blocks: int, tiles: int) -> Tensors:
-    """Returns tiles as even as possible, the longer tiles first; views where there is one block.
+    """Returns tiles as even as possible, the longer tiles first; views if there is one block.
 
     Args:
         value: [rows, ...].

@@ -38,7 +38,7 @@ class FlatShard:
         axis: the ranks with the other shards.
         is_first_replica: whether this rank writes the shard, of the copies of the shard (`dp_replicate_size`) and of
             the tensor-parallel ranks with the same slice. The flat parameters of these ranks may differ, since slices
-            of other lengths lie beside the slice.
+            of other lengths accompany the slice.
     """
 
     shape: tuple[int, ...]
@@ -55,9 +55,8 @@ class LocalParameter:
         name: of the parameter in the model.
         placement: its cut.
         axis: the ranks of the cut.
-        shard: of the slice; None where this rank steps the full slice.
-        trained: whether the parameter is trained at present; freezing after the cut freezes the parameter of the model
-            alone.
+        shard: of the slice; None if this rank steps the full slice.
+        trained: whether the parameter is trained now; freezing after the cut freezes only the parameter of the model.
     """
 
     name: str
@@ -68,7 +67,7 @@ class LocalParameter:
 
     @property
     def mark(self) -> str:
-        """The suffix of a state of this rank's part; empty where this rank steps the full parameter."""
+        """The suffix of a state of this rank's part; empty if this rank steps the full parameter."""
         axes = [self.axis] if self.placement.dim is not None and self.axis.size > 1 else []
         axes += [self.shard.axis] if self.shard is not None and self.shard.axis.size > 1 else []
         if not axes:
@@ -140,8 +139,8 @@ def boxes_of(elements: Tensor, start: int, shape: Sequence[int]) -> Iterator[tup
 
 
 def local_parameters(model: nn.Module, rank_units: RankUnits, mesh: Mesh) -> dict[nn.Parameter, LocalParameter]:
-    """Returns this rank's optimizer parameters: parameters, or shards of them; those of other pipeline ranks are left
-    out.
+    """Returns this rank's optimizer parameters: parameters, or shards of them; parameters of other pipeline ranks are
+    left out.
 
     Args:
         model: the cut model.

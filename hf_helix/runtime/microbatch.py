@@ -27,7 +27,7 @@ class MicroBatch:
         key: its position in the run, (optimizer step, index in the window); seeds derive from the key.
         rows: the number of sequences.
         length: their tokens, with padding.
-        output: where a caller computes the loss, a tensor on the meta device like the decoder's output; None on ranks
+        output: if a caller computes the loss, a tensor on the meta device like the decoder's output; None on ranks
             without the last unit.
     """
 
@@ -53,14 +53,14 @@ class MicroBatchState:
     """The state of a micro-batch, from its first operator to its last.
 
     Attributes:
-        key, saves_for_backward, seed, precision: as of `MicroBatch` and `Executor`.
+        key, saves_for_backward, seed, precision: see `MicroBatch` and `Executor`.
         side: the tensors without gradient, by name.
         values: outputs of operators that nothing has freed.
         events: by values that nothing has waited for, their communication.
         ahead: values from operators that are issued ahead.
         contexts: the state that operators save.
         shared: the state that operators share.
-        given: gradients from outside, which are added to those of the program where an operator first reads them.
+        given: gradients from outside, added to the program's gradients before an operator first reads them.
     """
 
     key: tuple[int, int]

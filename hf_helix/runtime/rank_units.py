@@ -1,4 +1,4 @@
-"""The units of a rank: those of all its virtual pipeline stages.
+"""The units of a rank, over all its virtual pipeline stages.
 
 In:   every unit of the model in forward order, the layers of each virtual stage, and the rank's position in the
       pipeline.
@@ -42,7 +42,7 @@ class RankUnits:
         layout: the units of all ranks, by name, for planning.
         rank: in the pipeline.
         all_units: the units of the whole model, by index in the layout.
-        ends: this rank's ends of the P2P links to other ranks, likewise.
+        ends: this rank's ends of the P2P links to other ranks, by index.
     """
 
     layout: Layout
@@ -122,7 +122,7 @@ class RankUnits:
 
     @property
     def slice(self) -> int:
-        """The index of the unit with this rank's slice of the logits; of the head where a single rank has one."""
+        """The index of the unit with this rank's slice of the logits; of the head if a single rank has one."""
         return next((index for index, unit in self.units.items() if unit.logits), self.head)
 
 
@@ -146,13 +146,13 @@ def place_units(
         make_buffers: allocates the buffers for receives from other ranks.
         placement: `fold`, `linear` or `spread`, see `hf_helix.planning.schedule.placement`.
         head_cost, layers_per_stage, embedding_cost, first_least: see `split_layers`.
-        of_slice: from a slice of the head to the buffers of what it hands on.
+        of_slice: from a slice of the head to the buffers of its outputs.
 
     Raises:
         ValueError: too few layers, wrong `layers_per_stage`, or a weight in units of two ranks.
     """
     ranks, folded = stage_ranks(placement, pipe.size), layer_ranks(placement, pipe.size)
-    ends_of_slices = len(ranks) - len(folded)  # of the embedding and of the head, beside one of each
+    ends_of_slices = len(ranks) - len(folded)  # of the embedding and of the head, after one of each
     ranges = split_layers(
         len(units) - 2 - ends_of_slices,
         folded,
@@ -207,7 +207,7 @@ def cut_layers(
 
 
 def in_halves(units: Sequence[Unit], modes: Sequence[str], cut: Collection[int]) -> tuple[list[Unit], list[str]]:
-    """Returns units, and a mode for each layer, with some layers as two units; arguments as of `cut_layers`."""
+    """Returns units, and a mode for each layer, with some layers as two units; for the arguments see `cut_layers`."""
     embedding, *layers, head = units
     parts: list[Sequence[Unit]] = [(layer,) for layer in layers]
     for place in cut:
@@ -234,7 +234,7 @@ def _end(
     """Returns this rank's end of the P2P link out of a stage, or into it."""
     outward = name.startswith(SEND)
     boundary, peer = (stage, ranks[stage + 1]) if outward else (stage - 1, ranks[stage - 1])
-    first = len(ranks) - pipe.size  # the boundary behind the first slice of the head
+    first = len(ranks) - pipe.size  # the boundary after the first slice of the head
     if name.endswith(OF_SLICES):
         assert of_slice is not None, "slices of the head need buffers"
         make_buffers = of_slice(boundary - first)

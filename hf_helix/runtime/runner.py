@@ -50,7 +50,7 @@ class Runner:
         autocast_dtype: the type of matrix products under autocast, such as `torch.bfloat16`; None for no autocast.
 
     Attributes:
-        layout: the units of all ranks, with the graphs of the plan (those of `rank_units`, but for tiled plans).
+        layout: the units of all ranks, with the graphs of the plan (the graphs of `rank_units`, but for tiled plans).
         buckets: the gradients that are reduced together.
     """
 
@@ -169,7 +169,7 @@ class Runner:
 
     @plain_parameters()
     def run_forward(self, microbatches: Sequence[MicroBatch], keys: tuple[Key, ...]) -> dict[Key, list[Tensor]]:
-        """Runs forward only; returns values of the micro-batches in order, none of those of units on other ranks."""
+        """Runs forward only; returns values of the micro-batches in order, without values of units on other ranks."""
         case = len(microbatches), keys
         if case not in self._programs:
             self._programs[case] = self.build_program(self.forward_schedule(len(microbatches)), keys)
@@ -185,11 +185,11 @@ class Runner:
 
     def sources(self) -> Sources:
         """Returns the values that micro-batches of a window start with: the gradient of the loss; 0 for the decoder's
-        output where a caller computes the loss."""
+        output if a caller computes the loss."""
         if self._ends_at_decoder:
             return self._without_loss
         gradient = torch.zeros(self._loss_shape, device=self.mesh.device)
-        gradient.view(-1)[:1] = 1.0  # figures after the loss have none
+        gradient.view(-1)[:1] = 1.0  # figures after the loss have no gradient
         of_all: dict[Key, Tensor | None] = {self._output_gradient: gradient}
         return lambda _: of_all
 
@@ -235,7 +235,7 @@ class Runner:
         Args:
             value: None on the other ranks.
             unit: the index of the unit; None for the last.
-            kind: shape and type; None where the other ranks do not know them.
+            kind: shape and type; None if the other ranks do not know them.
         """
         pipe = self.mesh.pipe
         if pipe.group is None:
@@ -292,6 +292,6 @@ def counting_apart(runner: Runner) -> Iterator[list[RouterMeter]]:
 @contextlib.contextmanager
 def measured(runner: Runner) -> Iterator[None]:
     """Returns a context for windows that are measured, not trained on: afterwards the gradients, and the counts of the
-    routers that the logs show, are those of training alone."""
+    routers that the logs show, come only from training."""
     with counting_apart(runner), set_aside(runner):
         yield

@@ -95,10 +95,10 @@ class Streams(ABC):
 
     @abstractmethod
     def wait(self, event: Any) -> None:
-        """Lets the compute stream wait for an event; raises the error of the transfer, if any."""
+        """Makes the compute stream wait for an event; raises the error of the transfer, if any."""
 
     def wait_on_host(self, event: Any) -> None:
-        """Lets the host wait for an event, before it reads what the transfer has moved there."""
+        """Makes the host wait for an event, before it reads the data that the transfer has moved there."""
         self.wait(event)
 
     @abstractmethod
@@ -220,7 +220,7 @@ class CpuStreams(Streams):
         try:
             yield
         except BaseException:
-            self.late.clear()  # of copies that may have failed, too
+            self.late.clear()  # also of copies that may have failed
             for worker in self._workers.values():
                 worker.recover()
             raise
@@ -271,7 +271,7 @@ class CudaStreams(Streams):
 
     Args:
         device: the GPU.
-        cuda: where streams and events come from; tests give fakes that report every missing order.
+        cuda: the source of streams and events; tests give fakes that report every missing order.
     """
 
     # A waiting receive of NCCL takes SMs from computation, and keeps the device busy: the host hangs if it waits for
@@ -320,7 +320,7 @@ class CudaStreams(Streams):
         return _CudaEvent(label, kind, done, (transfer, after))
 
     def _wait_for_computed(self, stream: Any, computed: Any) -> None:
-        """Lets a stream wait for the compute stream. Afterwards the stream may write to memory that the compute stream
+        """Makes a stream wait for the compute stream. Afterwards the stream may write to memory that the compute stream
         used before."""
         stream.wait_event(computed)
 

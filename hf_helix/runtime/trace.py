@@ -43,11 +43,11 @@ class Trace:
         self.events.append((verb, label))
 
     def busy(self, compute: bool, stream: str | None = None) -> float:
-        """Seconds with computation, or with a collective, running; on one stream where given."""
+        """Seconds with computation, or with a collective, running; on one stream if given."""
         return sum(end - start for start, end in self._union(compute, stream))
 
     def overlapped(self, stream: str | None = None) -> float:
-        """Seconds of collectives overlapped with computation; on one stream where given."""
+        """Seconds of collectives overlapped with computation; on one stream if given."""
         return sum(end - start for start, end in common(self._union(compute=False, stream=stream), self._union(True)))
 
     def collective_streams(self) -> list[str]:

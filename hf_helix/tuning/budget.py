@@ -19,7 +19,7 @@ from hf_helix.planning.plan import search
 from hf_helix.planning.window.layout import Layout, named_operators
 
 BASELINE = "sequential"
-CANDIDATES = RULES  # baselines, too: which rule wins depends on model and link, and only the most promising are timed
+CANDIDATES = RULES  # baselines included: the best rule depends on model and link; only the most promising are timed
 
 # Estimates, from Llama models of 4 and 8 layers on two ranks.
 INSTRUCTION_SECONDS = 2e-6  # for an instruction of a search to be ordered and simulated, on one core
@@ -84,7 +84,7 @@ def tuning_cost(
 
 
 def _num_windows(repeats: int, compared: int, schedules: int, captured: bool) -> int:
-    """The windows of a measurement. In every round each plan runs once, and computation alone and communication alone
+    """The windows of a measurement. In every round each plan runs once, and computation and communication by themselves
     take about as long. Then every plan is traced once."""
     return (repeats + 1) * (compared + 1 + schedules) + compared + 2 * (compared + schedules) * captured
 

@@ -105,7 +105,7 @@ def predict_window(runner: Runner, profile: Profile, num_microbatches: int) -> f
 @dataclass(frozen=True)
 class Comparison:
     """Several plans on the same window, by rule, with the operator times that the plans were made with. `chosen` is the
-    rule in use; `bare` are the seconds of a window without the emulated link, empty where there is none."""
+    rule in use; `bare` are the seconds of a window without the emulated link, empty without such a link."""
 
     chosen: str
     overlaps: Mapping[str, Overlap]
@@ -129,7 +129,7 @@ def compare(
     graphs: WindowGraphs | None = None,
 ) -> Comparison:
     """Times a window under the plan of every rule and under the runner's own, in turn; on an emulated link, without the
-    link, too. Operators are measured where no profile is given. `graphs` as of `measure_overlap`. Collective."""
+    link, too. Operators are measured if no profile is given. For `graphs` see `measure_overlap`. Collective."""
     if profile is None:
         profile = measure_profile(baseline_runner(runner), window)
     chosen = runner.plan.rule
@@ -153,7 +153,7 @@ def calibrate_link(runner: Runner, window: Sequence[MicroBatch], repeats: int = 
     """
     link = runner.mesh.link
     assert link is not None
-    # Computation is that of one strand at a time, which comparisons of plans go by, too.
+    # Computation of one strand at a time, the reference in comparisons of plans.
     alone = baseline_runner(runner)
     with bare(link):
         before = link.out.bytes

@@ -2,8 +2,8 @@
 
 In:   windows that were timed under several plans, and predictions for them.
 Out:  a `TuningResult`, the same on every rank; a sentence for the log; tables of plans, and the scorecard of one.
-Must hold: nothing here measures; where overlap gains nothing, the sentence says so, with the reason. Overlapped and
-hidden are always printed together, beside the bound; a loss is printed as a loss.
+Must hold: nothing here measures; if overlap gains nothing, the sentence gives the reason. Overlapped and hidden are
+    always printed together, with the bound; a loss is printed as a loss.
 """
 
 import os
@@ -21,7 +21,7 @@ from hf_helix.tuning.budget import BASELINE, FULL
 class TuningResult:
     """The measurement and the choice of `tune`."""
 
-    chosen: str  # the candidate in use: the rule of its plan and, where there was a choice, its schedule
+    chosen: str  # the candidate in use: the rule of its plan and, if there was a choice, its schedule
     overlaps: Mapping[str, Overlap]
     predicted: Mapping[str, float] = field(default_factory=dict)
     bound: float = 0.0  # seconds of the window that no plan can beat, by the measured operator times
@@ -70,7 +70,7 @@ def format_summary(result: TuningResult, contention: str = "") -> str:
 
 
 def contention_of(mesh: Mesh) -> str:
-    """Returns the ranks that share cores with communication, in words; empty where devices have cores of their own."""
+    """Returns the ranks that share cores with communication, in words; empty if devices have cores of their own."""
     cores, ranks = os.cpu_count() or 1, int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
     if mesh.device.type != "cpu" or 2 * ranks <= cores:
         return ""
@@ -78,7 +78,7 @@ def contention_of(mesh: Mesh) -> str:
 
 
 def baseline_of(candidates: Iterable[str]) -> str | None:
-    """Returns the candidate without overlap, on the first schedule where there was a choice; None if not timed."""
+    """Returns the candidate without overlap, on the first schedule if there was a choice; None if not timed."""
     return next((name for name in candidates if _rule(name) == BASELINE), None)
 
 
@@ -147,7 +147,7 @@ def format_tuning(result: TuningResult, share_of_step: float = 1.0) -> str:
 
 
 def hint(result: TuningResult, share_of_step: float) -> list[str]:
-    """Returns a sentence on data parallelism where it would be faster."""
+    """Returns a sentence on data parallelism if it would be faster."""
     chosen = result.overlaps[result.chosen]
     step = chosen.step / share_of_step
     other = chosen.computation / share_of_step + result.gradient_seconds
@@ -193,7 +193,7 @@ def format_scorecard(overlap: Overlap, rule: str) -> str:
 
 
 def _sums(overlap: Overlap) -> list[str]:
-    """The line of the gradient reductions, where there are any."""
+    """The line of the gradient reductions, if there are any."""
     if not overlap.sums:
         return []
     note = f"of it gradient sums (data parallel); {overlap.sums_overlapped:.0%} of their time ran beside computation"
@@ -212,7 +212,7 @@ def _bytes(overlap: Overlap) -> list[str]:
 
 
 def _overlapped(overlap: Overlap) -> list[str]:
-    """The line of the overlapped fraction, or a line about gradient reductions alone, which no plan orders."""
+    """The line of the overlapped fraction, or a line only about gradient reductions, which no plan orders."""
     if not (overlap.overlapped_by_kind or overlap.overlapped_fraction):
         return ["                                    (only the sums of gradients)"]
     words, by_kind = "of communication ran beside computation", overlap.overlapped_by_kind

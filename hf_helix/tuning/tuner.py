@@ -73,7 +73,7 @@ def tune(
         window: the timed micro-batches.
         profile: the operator times; None to measure them.
         schedules: returns the schedules to choose from, given the profile; None for the runner's own.
-        num_microbatches: the number of micro-batches of the windows to plan for; None for that of `window`.
+        num_microbatches: the number of micro-batches of the windows to plan for; None for the number of `window`.
         graphs: the CUDA graphs of the run, which time candidates as replays; see `measure_overlap`.
     """
     if profile is None:
@@ -202,7 +202,7 @@ class Tuner:
         if is_file:
             return load_plan(name, layout.graphs, model=self._model, mesh=self._mesh)
         if name in MEASURED and profile is None:
-            # One rank has nothing to hide, and one strand at a time makes better use of the caches.
+            # A single rank has no communication to overlap, and one strand at a time makes better use of the caches.
             name = UNMEASURED if self.config.communicates else BASELINE
         if name == AUTO:
             name = UNMEASURED
@@ -231,7 +231,7 @@ class Tuner:
             runner: the runner in use.
             make_window: makes the micro-batches of the next step.
             num_microbatches: their number, the same on all ranks.
-            steps_left: the number of steps left; None if unknown, and then as many as were done are expected.
+            steps_left: the number of steps left; None if unknown; then the number of steps done so far is expected.
             graphs: the CUDA graphs of the run, if any.
         """
         self._graphs = None if graphs is None or graphs.has_given_up else graphs
@@ -265,7 +265,7 @@ class Tuner:
         return runner.with_plan(runner.plan, scheduler_of(self.config, costs, limit))
 
     def _measure_if_due(self, runner: Runner, timed: _TimedWindow, is_due: bool, steps_left: int | None) -> Runner:
-        """The runner of a tuning, where the rest of the run is worth it; otherwise the runner in use."""
+        """The runner of a tuning, if the rest of the run is worth it; otherwise the runner in use."""
         if not is_due:
             return runner
         expected = self._steps.steps_done if steps_left is None else steps_left
@@ -316,7 +316,7 @@ class Tuner:
         return load_profile(self.config.profile, about=wanted, layout=layout)
 
     def _measure(self, runner: Runner, tier: Tier, timed: _TimedWindow, run_seconds: float | None = None) -> Runner:
-        """The runner of the fastest plan; says beforehand how long tuning takes, of the seconds left. Collective."""
+        """The runner of the fastest plan; prints first how long tuning takes, of the seconds left. Collective."""
         if self._graphs is not None:
             self._graphs.release()  # a window operator by operator needs as much memory as they hold
         with self._steps.paused():
@@ -389,7 +389,7 @@ class Tuner:
         )
 
     def _say_nothing_interleaves(self, num_microbatches: int) -> None:
-        """Says the option to change if the first step has nothing to interleave."""
+        """Prints the option to change if the first step has nothing to interleave."""
         interleaves = self.config.pp_size > 1 or not runs_one_strand(self.config.plan)
         if num_microbatches > 1 or not (interleaves and self.config.communicates):
             return

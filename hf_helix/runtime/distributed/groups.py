@@ -51,7 +51,7 @@ LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 def backends() -> dict[str, str]:
     """Returns the backends of the launcher's group, by the type of device."""
-    # Always in the form "cpu:gloo,cuda:nccl", also where the launcher gave a single name, or none.
+    # Always in the form "cpu:gloo,cuda:nccl", also if the launcher gave a single name, or none.
     return dict(pair.split(":", 1) for pair in dist.get_backend_config().split(","))
 
 
@@ -78,7 +78,7 @@ def backend_of(device: torch.device) -> str:
 
 
 def control_group() -> dist.ProcessGroup | None:
-    """Returns a group over all ranks for data in the host's memory; None for the launcher's group, where it serves or
+    """Returns a group over all ranks for data in the host's memory; None for the launcher's group, if it serves or
     there is no group. Collective at the first call.
 
     NCCL would copy objects to the device and back, after everything that the device still computes.
@@ -109,7 +109,7 @@ def broadcast_object(mine: T, source: int, ranks: Sequence[int]) -> T:
     """Returns the object of one of several ranks on all of them, through the host's memory. Collective over these
     ranks.
 
-    Sends go out singly, without a gloo group: where `init_process_group` was given a `device_id`, ranks outside of a
+    Sends go out singly, without a gloo group: if `init_process_group` was given a `device_id`, ranks outside of a
     new group take part in a split of NCCL's communicator, and members of a gloo group do not join the split.
 
     Args:
@@ -129,7 +129,7 @@ def broadcast_object(mine: T, source: int, ranks: Sequence[int]) -> T:
 def make_groups(grid: torch.Tensor, backend: str | None = None, use: str = COLLECTIVE) -> list[dist.ProcessGroup]:
     """Returns the groups over those rows of `grid` that contain this rank; makes a group for each row. Collective.
 
-    A rank outside a row spends about 0.1 ms on its group (where `init_process_group` was given a `device_id`, it must
+    A rank outside a row spends about 0.1 ms on its group (if `init_process_group` was given a `device_id`, it must
     even take part in making the communicator), so all ranks make all groups, in one order.
 
     Args:
@@ -145,7 +145,7 @@ def make_groups(grid: torch.Tensor, backend: str | None = None, use: str = COLLE
 
 
 def group_of(grid: torch.Tensor, backend: str | None = None, use: str = COLLECTIVE) -> dist.ProcessGroup:
-    """Returns the group over this rank's row, where every rank is in a row. See `make_groups`."""
+    """Returns the group over this rank's row, if every rank is in a row. See `make_groups`."""
     (group,) = make_groups(grid, backend, use)
     return group
 
@@ -212,7 +212,7 @@ def wait_for_gloo(limit: float) -> None:
     ends.
 
     The threads release a tensor after its collective, and take the GIL for that, which aborts a process with an ending
-    interpreter (pytorch/pytorch#190489). Torch joins the threads only where nothing holds the group, as a trainer does.
+    interpreter (pytorch/pytorch#190489). Torch joins the threads only if nothing holds the group, as a trainer does.
     """
     deadline, now = time.monotonic() + limit, _gloo_threads()
     before: list[str] = []

@@ -50,7 +50,7 @@ def check_joined(world: int) -> None:
 
 
 def check_link(link: str, device: torch.device, world: int) -> None:
-    """Raises ValueError where there is no link to emulate."""
+    """Raises ValueError if there is no link to emulate."""
     if device.type == "cuda":
         raise ValueError(
             f"link={link!r} emulates a link for runs on CPU, whose transfers wait in threads of their own; this run is "
@@ -72,10 +72,10 @@ def check_world(
     fits: Callable[[int], bool] | None = None,
     dp_replicate_size: int = 1,
 ) -> None:
-    """Raises ValueError where the sizes do not divide the world, see `mesh_of`.
+    """Raises ValueError if the sizes do not divide the world, see `mesh_of`.
 
     Args:
-        fits: whether the model can be cut over a number of tensor-parallel ranks; None where there is no model yet.
+        fits: whether the model can be cut over a number of tensor-parallel ranks; None if there is no model yet.
     """
     left = world
     taken: list[str] = []
@@ -119,8 +119,8 @@ class Mesh:
             batch. None for a single process.
         tp: the tensor-parallel axis.
         cp: the context-parallel axis: ranks with the same shards and other parts of the same sequences.
-        experts: the ranks that together hold every expert once: those of tensor parallelism (and of expert parallelism,
-            taken from data parallelism). Tokens go to their experts over this axis.
+        experts: the ranks that together hold every expert once: the ranks of tensor parallelism (and of expert
+            parallelism, taken from data parallelism). Tokens go to their experts over this axis.
         pipe: the ranks of the pipeline.
         vocabulary: the ranks of tensor parallelism and of the pipeline together.
         dp_group: ranks with the same shards and other batches; None for a single rank.
@@ -128,7 +128,7 @@ class Mesh:
         expert_replica_group: ranks with the same experts and other tokens; None for a single rank.
         batch_group: ranks with the same batch; None for a single rank.
         link: the emulated link of this rank; None without emulation.
-        replica_axes: the axes over `replica_group` where ZeRO shards over it, or the host holds the states of every
+        replica_axes: the axes over `replica_group` if ZeRO shards over it, or the host holds the states of every
             replica; None otherwise.
         expert_replica_axes: the same for `expert_replica_group`.
         reduction_kind: the kind of communication whose links gradient reductions use.
@@ -212,13 +212,13 @@ class Mesh:
         return self.expert_replica_group if placement.mesh_axis == EXPERTS else self.replica_group
 
     def shard_axes(self, placement: Placement) -> ReplicaAxes | None:
-        """Returns the axes over the replicas of a parameter that shard it, of a single rank where every replica steps
-        all of it on its host; None where it steps all of it on its device."""
+        """Returns the axes that shard a parameter (ZeRO); axes of a single rank if the parameter is only offloaded;
+        None if it is neither sharded nor offloaded."""
         return self.expert_replica_axes if placement.mesh_axis == EXPERTS else self.replica_axes
 
     def holds_first_replica(self, placement: Placement, flat: FlatParameter | None = None) -> bool:
         """Returns whether this rank is the first with its elements of a parameter: sums over all ranks count every
-        element once. `flat` is the flat parameter; None where the parameter is in none."""
+        element once. `flat` is the flat parameter; None if the parameter is in none."""
         if placement.dim is None and self.axis_of(placement).rank > 0:
             return False
         if flat is not None:
@@ -425,7 +425,7 @@ def _carry(mesh: Mesh, value: torch.Tensor) -> None:
     reducing = [axis.group for each in mesh._shard_axes if each for axis in (each.reduce, each.copies) if axis]
     others = mesh.replica_group, mesh.expert_replica_group, mesh.dp_group, mesh.batch_group
     for group in dict.fromkeys((*others, *reducing)):
-        for op in (dist.ReduceOp.SUM, *[dist.ReduceOp.AVG] * value.is_cuda):  # as of gradients, see `reduce.py`
+        for op in (dist.ReduceOp.SUM, *[dist.ReduceOp.AVG] * value.is_cuda):  # as gradients are summed, see `reduce.py`
             if group is not None:
                 dist.all_reduce(value, op, group=group)
     dist.all_reduce(value)

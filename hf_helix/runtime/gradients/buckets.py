@@ -51,9 +51,9 @@ class Bucket:
         placements: the parameters, with their cuts.
         adders: the operators that add to their gradients.
         bytes: of the gradients, on the rank with most of them.
-        spans_batches: whether ranks with other tokens (dp, cp) add to them, or the host takes them. If not, tensor
-            parallelism alone reduces them: few and small gradients.
-        flat: the flat parameter; None where every rank keeps the full parameters.
+        spans_batches: whether ranks with other tokens (dp, cp) add to them, or the host takes them. If not, only tensor
+            parallelism reduces them: few and small gradients.
+        flat: the flat parameter; None if every rank keeps the full parameters.
     """
 
     placements: Mapping[nn.Parameter, Placement]
@@ -69,8 +69,8 @@ class Bucket:
 
     @property
     def is_sharded_within_unit(self) -> bool:
-        """Whether ranks share the gradients, and one unit adds to them. Of a tied table, whose units add to it at the
-        begin and at the end of backward, the full gradient is alive in all of backward in any case."""
+        """True if the gradients are sharded and a single unit adds to them. A tied table's full gradient lives through
+        the whole backward pass anyway, since units add to it at the begin and at the end."""
         is_sharded = self.flat is not None and self.flat.reduce_axis.size > 1
         return is_sharded and len({unit for unit, _ in self.adders}) == 1
 

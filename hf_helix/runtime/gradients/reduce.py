@@ -3,7 +3,7 @@
 In:   buckets of parameters (see `hf_helix.runtime.gradients.buckets`) with the gradients of a window on this rank, and
       the mesh.
 Out:  without ZeRO complete gradients on every rank. With ZeRO `shard.grad`, the average over the data-parallel ranks
-      for this rank's part of every parameter, and no gradient on the parameters; on the host where the shard is. One
+      for this rank's part of every parameter, and no gradient on the parameters; on the host if the shard is there. One
       norm, equal on every rank.
 Must hold: sums run in float32 at least, in the same order on every rank and every time. A parameter without a gradient
 on this rank has none on the others, and its shards get none. The norm counts replicas once.
@@ -45,7 +45,7 @@ class FlatParameterGradients:
 
     def __init__(self, flat: FlatParameter) -> None:
         self.flat = flat
-        self._microbatch: int | None = None  # of `parameter.grad`; None where no operator has added yet
+        self._microbatch: int | None = None  # of `parameter.grad`; None if no operator has added yet
         self._others: dict[int, list[Tensor | None]] = {}  # by micro-batch, gradients apart from `parameter.grad`
         self._reduced: dict[nn.Parameter, torch.dtype] = {}  # the parameters with a gradient, and its type
         self._total: Tensor | None = None
@@ -135,7 +135,7 @@ class FlatParameterGradients:
 
     def copy_to_host(self, complete: CompleteGradients) -> tuple[list[Tensor], TransferFn]:
         """Gives the shards on the host their gradients, not filled yet; returns these, and a function to copy them
-        there from the device, where the function of `complete` has filled them."""
+        there from the device, after the function of `complete` has filled them."""
         host, result = self.flat.host, complete.result
         assert host is not None
         there = host_memory(result.shape, result.dtype, self.flat.device)
@@ -159,14 +159,14 @@ class TakenGradients(NamedTuple):
 
     parameters: list[nn.Parameter]
     buffer: Tensor  # of the layout of the flat parameter
-    places: list[Any]  # views of the buffer: the gradients, or where those in half precision go
+    places: list[Any]  # views of the buffer: the gradients, or the places of gradients in half precision
 
 
 class CompleteGradients(NamedTuple):
     """Gradients of shards on the device."""
 
     result: Tensor  # all in one
-    norms: Sequence[Tensor]  # of each, where the shards are on the host
+    norms: Sequence[Tensor]  # of each, if the shards are on the host
 
 
 # -- reduction of buckets, norm of the gradient ----------------------------------------------------------------------
@@ -187,7 +187,7 @@ class GradientReducer:
         buckets: of this rank.
         mesh, streams: of this rank.
         numbers: from a reduction of the layout to its bucket, as an index into `buckets`.
-        often: the flat parameters' buckets, likewise, that every micro-batch reduces.
+        often: the buckets of flat parameters that every micro-batch reduces.
 
     Attributes:
         last: the last micro-batch of the window; None while it is not known, and others follow.
@@ -216,10 +216,10 @@ class GradientReducer:
             streams.wait(streams.late.pop())
 
     def reduce(self, reduction: int, microbatch: int) -> None:
-        """Reduces a bucket whose gradients of the window are complete on this rank, or those of the micro-batch.
+        """Reduces a bucket whose gradients of the window, or of the micro-batch, are complete on this rank.
 
         Args:
-            reduction: its index in the layout; nothing happens where no bucket is this reduction, as in `copy_to_host`
+            reduction: its index in the layout; nothing happens if no bucket is this reduction, as in `copy_to_host`
                 and `switch_to`.
             microbatch: the last with gradients in it.
         """
@@ -258,7 +258,7 @@ class GradientReducer:
             self._reduce_to_shards(number, bucket.flat, is_last=True)
 
     def finish(self) -> None:
-        """Reduces the remaining buckets, such as those of tensor parallelism alone, and lets the compute stream wait
+        """Reduces the remaining buckets, such as buckets only of tensor parallelism, and makes the compute stream wait
         until every gradient is complete; gradients on the host may still be on their way."""
         with self._streams.window():
             for number in list(self._pending):
@@ -337,7 +337,7 @@ class GradientReducer:
 
     def _limit_copies(self, always: bool = False) -> None:
         """Waits for earlier reductions before the next copy: until a wait, streams of a GPU hold the memory. `always`
-        waits on a CPU, too, whose reductions of many micro-batches may fall behind."""
+        waits on a CPU as well, whose reductions of many micro-batches may be late."""
         while (always or self._streams.holds_memory) and len(self._events) > MAX_COPIES:
             self._streams.wait(self._events.pop(0))
 
