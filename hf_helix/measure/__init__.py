@@ -1,11 +1,11 @@
 """Measurements of this machine.
 
 operators      every operator of a window, alone and concurrently: a `Profile`
-overlap        windows under several plans, their computation alone, their communication alone
+overlap        windows under several plans, their computation only, their communication only
 memory         the peak memory of a window
 timing         spans and seconds on the streams of a rank; the stopwatch
 machine        the identity of a machine
 device         rates of a device, for a cluster file
-cluster_file   the content of a cluster file: rates of links, slowdowns, and skew at collectives, too
+cluster_file   the content of a cluster file: rates of links, slowdowns, and skew at collectives
 progress       progress of long measurements, as callbacks
 """

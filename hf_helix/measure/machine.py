@@ -1,7 +1,7 @@
 """The identity of a machine: the hardware, the versions and the settings that times depend on.
 
 In:   a runner, whose mesh has the device and the ranks.
-Out:  names and values as text, those of rank 0 on every rank.
+Out:  names and values as text, rank 0's on every rank.
 Must hold: a change of times changes a value, so that times of a machine are not used on another machine.
 """
 
@@ -42,7 +42,7 @@ def device_in_clusters(device: torch.device) -> str:
 
 
 def describe_device(device: torch.device) -> str:
-    """Returns the name of a GPU, or the model and the number of cores of a CPU, as far as the system says."""
+    """Returns the name of a GPU, or the model and the number of cores of a CPU, if the system has them."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
 
 

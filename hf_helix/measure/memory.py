@@ -1,4 +1,4 @@
-"""Memory on a rank: the peak of a window, of single operators, and what a window may hold.
+"""Memory on a rank: the peak of a window, of single operators, and the room for a window.
 
 In:   a runner and a window of micro-batches.
 Out:  bytes of activations and buffers, without parameters, gradients and the batch itself; bytes of a device.
@@ -65,7 +65,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class _OperatorTrace(Trace):
-    """Notes live bytes before and after every operator, by label, and the most meanwhile."""
+    """Notes live bytes before and after every operator, by label, and the peak between."""
 
     def __init__(self, device: torch.device, tally: LiveBytes) -> None:
         super().__init__()
@@ -100,8 +100,8 @@ class _OperatorTrace(Trace):
 
 
 def operator_memory(runner: Runner, batch: MicroBatch) -> dict[Name, OperatorMemory]:
-    """Returns the memory of every operator of this rank in the order of one strand, by a micro-batch alone. Collective.
-    The runner is under `sequential`, and is left with gradients.
+    """Returns the memory of every operator of this rank in the order of one strand, by a single micro-batch.
+    Collective. The runner is under `sequential`, and is left with gradients.
     """
     window, sides = _prepared([batch])
     names: dict[str, Name] = {}
@@ -133,8 +133,8 @@ def memory_limit(
 
     Args:
         profile: the memory of operators; None before a measurement.
-        has_stepped: whether the optimizer has its states; else two in fp32 are expected, as of AdamW.
-        gigabytes: what a device may hold; None for all of a GPU, and for no limit on a CPU.
+        has_stepped: whether the optimizer has its states; otherwise two in fp32 are expected, as AdamW's.
+        gigabytes: the limit of a device; None for all of a GPU, and for no limit on a CPU.
     """
     room = _room(runner, has_stepped, gigabytes)
     if room is None:
@@ -153,7 +153,7 @@ def _room(runner: Runner, has_stepped: bool, gigabytes: float | None) -> float |
     on_host = {id(shard) for flat in flats if flat.host is not None for shard in flat.shards.values()}
     stepped = [each for each in runner.rank_units.stepped if each.requires_grad and id(each) not in on_host]
     missing = sum(each.nbytes for each in stepped if each.grad is None)
-    # Besides, a window has the full gradients of sharded weights: all, or where every micro-batch reduces them, few.
+    # A window also has the full gradients of sharded weights: all, or few if every micro-batch reduces them.
     trained = [flat for flat in flats if flat.is_trained]
     often = [runner.buckets[number].flat for number in runner.buckets_reduced_often]
     sizes = {flat: flat.length * flat.shard.element_size() for flat in trained}
@@ -173,7 +173,7 @@ def _room(runner: Runner, has_stepped: bool, gigabytes: float | None) -> float |
 
 
 def _existing(runner: Runner, sides: Sequence[Any] = ()) -> list[Tensor]:
-    """Returns the tensors that live between windows, and those of batches."""
+    """Returns the tensors that live between windows, and the tensors of batches."""
     existing: list[Tensor] = [flat.buffer for flat in zero1_flat_parameters(runner.rank_units.flat_parameters)]
     for parameter in runner.rank_units.stepped:
         existing += [parameter] if parameter.grad is None else [parameter, parameter.grad]

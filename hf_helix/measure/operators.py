@@ -1,10 +1,10 @@
-"""Times of the operators of a model, alone and concurrently: a `Profile`.
+"""Times of the operators of a model, single and concurrent: a `Profile`.
 
 In:   a runner and a window of micro-batches.
 Out:  a `Profile`, the same on every rank.
 Must hold: operators are timed through the executor's own issue code, on the rank's own streams, with the values of a
-step: computations in a running window, communication several times in a row. Of a pair the shorter operator is repeated
-to fill the longer, so that launches cost as much as in a step; both start together on every rank that shares them. Of a
+step: computations in a running window, communication several times in a row. The shorter operator of a pair is repeated
+to fill the longer, so that launches cost as in a step; both start together on every rank that shares them. Of a
 computation the slowest rank counts, of a collective the fastest, since the other ranks only wait for the last to
 arrive. Ranks cross the boundaries of the pipeline in the same order, so that both ends of a transfer are there.
 Gradients are left as between two optimizer steps.
@@ -91,7 +91,7 @@ def _time_reduction(runner: Runner, bucket: Bucket, repeats: int) -> list[float]
 
     def reduce() -> None:
         for parameter in bucket.placements:
-            if parameter.grad is None:  # the first time, or again where the reduction leaves parts of it
+            if parameter.grad is None:  # the first time, or again if the reduction leaves parts of it
                 parameter.grad = torch.zeros_like(parameter)
         GradientReducer([bucket], runner.mesh, streams).finish()
 
@@ -248,7 +248,7 @@ class Bench:
     ) -> list[tuple[float, float]]:
         """Returns the seconds of two operators in every round; `counts` repeats of each start together. Collective."""
         if first.op.kind is second.op.kind:
-            # Two operators that draw random numbers at once would leave each other's state behind.
+            # Two operators that draw random numbers at once would leave each other's state.
             device = self.runner.mesh.device
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 return self._on_two_streams(first, second)
@@ -317,7 +317,7 @@ class Bench:
         )
 
     def _before(self, repeat: int, timed: TimedOperator) -> list[Instruction]:
-        """The forward operators that a backward operator needs; of recompute where it is recomputed."""
+        """The forward operators that a backward operator needs; of recompute if it is recomputed."""
         if timed.op.part in (Part.F, Part.R) or timed.op.kind.communicates:
             return []
         made = unit_instructions(self.runner.layout, (repeat, timed.unit, not timed.op.recomputed))
@@ -377,7 +377,7 @@ def measure_profile(
     """Returns the times of every operator and of every pair that can run concurrently. Collective.
 
     Args:
-        runner: a runner under `sequential`, so that computations run alone; it has no gradients.
+        runner: a runner under `sequential`, so that computations run by themselves; it has no gradients.
         window: the micro-batches.
         about: the case as the caller knows it: model, mesh, shapes.
         pairs: whether pairs of operators are timed.

@@ -1,4 +1,4 @@
-"""The worth of overlap: windows under their plans, their computation alone, their communication alone.
+"""Measures overlap: times each plan's window, its computation without communication, and the reverse.
 
 In:   runners that differ in their plan or schedule only, and a window of micro-batches.
 Out:  an `Overlap` for each runner, the same on every rank.
@@ -49,9 +49,9 @@ class Overlap:
         tokens: tokens of the window, over all data-parallel ranks.
         bytes_moved: bytes that a rank sends in the window, without gradient reductions.
         overlapped_by_kind: the overlapped fraction of each kind of communication.
-        bubble_fraction: the share of the computation alone in which ranks of a pipeline wait for each other (mean).
+        bubble_fraction: the share of the computation's time in which ranks of a pipeline wait for each other (mean).
         link: the emulated link of the measurement, as text; empty without one.
-        sums: seconds of the gradient reductions alone; part of `communication`.
+        sums: seconds of the gradient reductions by themselves; part of `communication`.
         sums_overlapped: the share of gradient reductions concurrent with computation, from a trace.
         bytes_summed: bytes that a rank sends in gradient reductions, by formula.
         bytes_gathered: bytes that a rank sends in weight gathers; part of `bytes_moved`.
@@ -81,12 +81,12 @@ class Overlap:
 
     @property
     def hidden_fraction(self) -> float:
-        """1 - exposed / communication alone: wall-clock saved. Negative where contention costs more."""
+        """1 - exposed / communication by itself: wall-clock saved. Negative if contention costs more."""
         return 1 - self.exposed / self.communication if self.communication else 0.0
 
     @property
     def bound(self) -> float:
-        """Seconds that no plan can beat: the larger of computation and the busiest link alone."""
+        """Seconds that no plan can beat: the larger of computation and the busiest link, each by itself."""
         return max(self.computation, self.communication if self.busiest is None else self.busiest)
 
     @property
@@ -199,7 +199,7 @@ def time_steps(
         runners: by name, runners that differ in their plan or schedule only.
         window: the micro-batches.
         repeats: the number of times that count.
-        graphs: as of `measure_overlap`.
+        graphs: see `measure_overlap`.
     """
     first = next(iter(runners.values()))
 
@@ -218,7 +218,7 @@ def _replayed(
     make: Callable[[Sequence[MicroBatch]], Sequence[Work]],
     graphs: WindowGraphs | None,
 ) -> contextlib.AbstractContextManager[Sequence[Work]]:
-    """Returns a context with works over a window, as replays where the run has graphs."""
+    """Returns a context with works over a window, as replays if the run has graphs."""
     return contextlib.nullcontext(make(window)) if graphs is None else graphs.replays(runner, window, make)
 
 
@@ -263,7 +263,7 @@ def _silenced(axes: Sequence[Axis]) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def transports(axes: Sequence[Axis], others: Sequence[Transport]) -> Iterator[None]:
-    """Lets the axes use other transports within the context."""
+    """Makes the axes use other transports within the context."""
     real = [axis.transport for axis in axes]
     try:
         for axis, transport in zip(axes, others, strict=True):
@@ -280,7 +280,7 @@ def trace_window(runner: Runner, window: Sequence[MicroBatch], complete: bool = 
     Args:
         runner: the runner of the window.
         window: the micro-batches.
-        complete: whether gradients are reduced over the ranks, too.
+        complete: whether gradients are also reduced over the ranks.
     """
     streams = runner.executor.streams
     with streams.tracing() as trace:
@@ -304,9 +304,9 @@ def _overlapped_fractions(runner: Runner, window: Sequence[MicroBatch]) -> dict[
 
 
 def _reduction_overlapped(runner: Runner, window: Sequence[MicroBatch]) -> float:
-    """The share of the time of gradient reductions in which computation ran, too: a mean over the ranks."""
+    """The share of the time of gradient reductions that computation overlapped: a mean over the ranks."""
     spans = trace_window(runner, window, complete=True).spans
-    stream = Kind.GRADIENTS.value  # weight gathers run on this stream, too
+    stream = Kind.GRADIENTS.value  # also the stream of weight gathers
     reductions = (span for span in spans if span.stream == stream and span.label.startswith(f"{stream}."))
     reducing = merge((span.start, span.end) for span in reductions)
     computing = merge((span.start, span.end) for span in spans if span.stream == Kind.COMPUTE.value)

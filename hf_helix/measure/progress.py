@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal; where standard error is a file or a pipe, a line now and then.
+"""Progress of long work: a bar on a terminal; a line now and then if standard error is a file or a pipe.
 
 In:   the name of the current stage, and its finished share.
 Out:  a bar until all is done, or a line when a stage begins, and then every 15 seconds.

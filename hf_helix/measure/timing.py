@@ -93,7 +93,7 @@ def time_gradient_stream(streams: Streams, work: Work, repeats: int, issuing: fl
 
     spans = record(streams, issue, repeats * issuing)
     seconds = [span.seconds for span in spans if span.stream == Kind.GRADIENTS.value]
-    parts = len(seconds) // repeats  # a reduction has a part for each type of gradients, and for those of experts
+    parts = len(seconds) // repeats  # a reduction has a part for each type of gradients, and for gradients of experts
     return [sum(seconds[first : first + parts]) for first in range(parts, len(seconds), parts)]
 
 

@@ -63,7 +63,7 @@ class AutogradOperator(Computation):
         side: names of the micro-batch's side inputs for its keywords.
         draws: returns True while the function draws random numbers (dropout); it then runs under the context's seed.
         num_plain: how many of its outputs, the last ones, have no gradient (indices).
-        explicit: replaces the function where it applies.
+        explicit: replaces the function if it applies.
         backward_reads: whether backward reads the values of parameters; False for a lookup in a table.
         frees_inputs: whether inputs that autograd does not save are freed with their last reader, such as queries
             before a rope. Takes the host some microseconds for each input.
@@ -191,7 +191,7 @@ class SumOfParts(Computation):
 
 
 class Dropout(Computation):
-    """Dropout as of a module, under the context's seed. Backward draws the same mask where forward did not save it."""
+    """A module's dropout, under the context's seed. Backward draws the same mask if forward did not save it."""
 
     has_saved_state = False
 

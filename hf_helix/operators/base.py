@@ -41,7 +41,7 @@ class Precision:
 
     Attributes:
         device: the type of the device, such as "cuda".
-        autocast_dtype: the type of matrix products, as under `torch.autocast`; None where values keep their types.
+        autocast_dtype: the type of matrix products, as under `torch.autocast`; None if values keep their types.
         weights: casts of weights to the type of the products.
         fused: whether fused kernels run, which round less often; by default as decided for operators declared last.
     """
@@ -73,7 +73,7 @@ class Precision:
 
 
 def autocast_device(device: str) -> str:
-    """Returns the type of device whose autocast serves a device: torch has none for meta tensors; the CPU's serves for
+    """Returns the type of device whose autocast serves a device. Torch has none for meta tensors; the CPU's serves for
     them."""
     return "cpu" if device == "meta" else device
 
@@ -117,7 +117,7 @@ class TensorOperator(ABC):
 
     Attributes:
         has_saved_state: whether forward saves large state for backward in `OperatorContext.saved`. A recomputed
-            operator must then run forward again, also where all its outputs are kept.
+            operator must then run forward again, even if all its outputs are kept.
     """
 
     has_saved_state = False
@@ -161,7 +161,7 @@ class Computation(TensorOperator):
 
     @abstractmethod
     def backward(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
-        """Returns the gradients of the inputs, and adds to those of parameters."""
+        """Returns the gradients of the inputs, and adds to the gradients of parameters."""
 
     @final
     def method_of(self, part: Part) -> Method:

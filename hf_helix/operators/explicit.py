@@ -1,9 +1,9 @@
 """Functions with explicit backward: a kernel or a few, without an autograd graph around them.
 
 In:   the inputs of an operator.
-Out:  its output, and the tensors for its backward; backward returns the gradients of the inputs, and adds to those of
-      parameters.
-Must hold: results are rounded as by autograd, except where a docstring says so. Where `applies` returns False, the
+Out:  its output, and the tensors for its backward; backward returns the gradients of the inputs, and adds to the
+    gradients of parameters.
+Must hold: results are rounded as by autograd, unless a docstring names a difference. If `applies` returns False, the
 operator leaves the function to autograd.
 """
 
@@ -34,7 +34,7 @@ class Explicit(ABC):
 
     @abstractmethod
     def backward(self, kept: Tensors, ctx: OperatorContext, gradient: Tensor) -> Tensors:
-        """Returns the gradients of the inputs, and adds to those of parameters.
+        """Returns the gradients of the inputs, and adds to the gradients of parameters.
 
         Args:
             kept: the tensors that forward has kept.
@@ -73,9 +73,8 @@ class GatedSilu(Explicit):
 
 
 class RmsNorm(Explicit):
-    """RMS norm over the last dimension, computed in fp32 by a fused kernel. It rounds once, where the modules of
-    Transformers round twice in bf16. The gradient of the residual stream beside the norm is added in the same kernel,
-    before the sum is rounded.
+    """RMS norm over the last dimension, computed in fp32 by a fused kernel. It rounds once; the modules of Transformers
+    round twice in bf16. The gradient of the residual stream is added in the same kernel, before the sum is rounded.
 
     Args:
         module: has a `weight` and a `variance_epsilon`.

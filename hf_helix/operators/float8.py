@@ -64,7 +64,7 @@ def quantize(matrix: Tensor, recipe: str, dtype: torch.dtype = FORWARD) -> Scale
 
 def product(left: Scaled, right: Scaled, dtype: torch.dtype, fast: bool) -> Tensor:
     """Returns the product [rows, columns] of two matrices of one recipe, [rows, inner] and [columns, inner], in a type.
-    `fast` lets the device sum in less than fp32."""
+    `fast` allows sums in less than fp32."""
     if left.values.device.type == "cpu":
         return (left.matrix(torch.float32) @ right.matrix(torch.float32).t()).to(dtype)
     way = ScalingType.RowWise if left.scale.dim() else ScalingType.TensorWise

@@ -22,7 +22,7 @@ class CastWeights:
     """Casts of weights, each made at its first use in a window. Outside of windows every use makes a new cast.
 
     Args:
-        existing: returns an existing cast of a weight; None where there is none.
+        existing: returns an existing cast of a weight, or None.
     """
 
     def __init__(self, existing: Callable[[Tensor], Tensor | None] = lambda _: None) -> None:

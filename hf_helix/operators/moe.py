@@ -13,7 +13,7 @@ A row is a token for one of its choices. The operators on the way of the rows:
     Permute         [tokens, hidden] -> rows sorted by expert, and how many each expert gets
     ExchangeCounts  how many rows will come from every rank, without a capacity
     AllToAll        to the ranks that hold the experts
-    SortByExpert    sorted by rank, then expert -> by expert alone
+    SortByExpert    sorted by rank, then expert -> only by expert
     experts         grouped GEMMs, with input and weight gradients apart (`grouped_linear`)
     SortByExpert    back
     AllToAll        back
@@ -66,7 +66,7 @@ class HostCopy:
 
 
 class EvenRowCounts:
-    """Numbers of rows where nothing is computed, on the meta device: an equal number for every expert, the remainder
+    """Numbers of rows if nothing is computed, on the meta device: an equal number for every expert, the remainder
     for the first experts; `imbalance` is the factor of rows for this rank's experts."""
 
     imbalance = 1.0
@@ -93,12 +93,12 @@ class RowCounts:
     """The counts of a layer, by micro-batch: rows given to every rank and expert, and got [ranks, experts of each]."""
 
     def expect(self, ctx: OperatorContext, counts: Tensor, num_ways: int = 2) -> HostCopy | None:
-        """Returns the destination for the counts of a micro-batch; None where the host knows them.
+        """Returns the destination for the counts of a micro-batch; None if the host knows them.
 
         Args:
             ctx: of the micro-batch.
             counts: of one direction [ranks, experts of each].
-            num_ways: 2 for given and got rows; 1 where these are the same.
+            num_ways: 2 for given and got rows; 1 if these are the same.
         """
         if self in ctx.shared or counts.is_meta:
             return None
@@ -111,7 +111,7 @@ class RowCounts:
         Args:
             ctx: of the micro-batch.
             rows: the rows to send, at the first call.
-            given, got: [ranks, experts of each]; read where no copy was expected.
+            given, got: [ranks, experts of each]; read if no copy was expected.
         """
         given_rows, got_rows = self._numbers(ctx, len(rows), given, got)
         return [sum(row) for row in given_rows], [sum(row) for row in got_rows]
@@ -122,7 +122,7 @@ class RowCounts:
         Args:
             ctx: of the micro-batch.
             rows: of all experts.
-            sizes: the result on the device [experts]; read where no copy was expected.
+            sizes: the result on the device [experts]; read if no copy was expected.
         """
         return [sum(column) for column in zip(*self._numbers(ctx, len(rows), sizes.unsqueeze(0))[-1], strict=True)]
 
@@ -177,7 +177,7 @@ class RouterMeter:
         """Adds a micro-batch in training.
 
         Args:
-            logits: of the router [tokens, experts]; None where unknown, then the squares are NaN.
+            logits: of the router [tokens, experts]; None if unknown, then the squares are NaN.
             chosen: the chosen experts [tokens, k].
             counted: 1 for tokens that count, else 0 [tokens].
         """

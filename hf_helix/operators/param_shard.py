@@ -81,7 +81,7 @@ class Placement:
         return [whole.narrow(self.dim, first, last - first) for first, last in self.bounds(size, rank)]
 
     def cut(self, whole: Tensor, size: int, rank: int) -> Tensor:
-        """Returns a rank's slices in a new tensor; the parameter itself where not cut.
+        """Returns a rank's slices in a new tensor; the parameter itself if not cut.
 
         Args:
             whole: the full parameter.

@@ -1,7 +1,7 @@
 """Matrices that lie side by side in memory, seen as one.
 
 In:   parts of one matrix, by rows or by columns, in order.
-Out:  the matrix: a view where the parts really lie so, otherwise nothing, or a copy.
+Out:  the matrix: a view if the parts are adjacent in memory, otherwise nothing, or a copy.
 Must hold: a view has the values of exactly these parts.
 """
 
@@ -54,13 +54,13 @@ def contiguous_heads(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def join_columns(parts: Sequence[Tensor]) -> Tensor:
-    """Returns matrices [n, columns] side by side, copied only where not adjacent."""
+    """Returns matrices [n, columns] side by side, copied only if not adjacent."""
     joined = contiguous_columns(parts)
     return torch.cat(list(parts), 1) if joined is None else joined
 
 
 def _lies_by(part: Tensor, strides: Sequence[int]) -> bool:
-    """Whether a tensor has these strides; where a dimension has one element, its stride says nothing."""
+    """Whether a tensor has these strides; the stride of a dimension with one element is ignored."""
     rows = zip(part.shape, part.stride(), strides, strict=True)
     return all(size == 1 or own == stride for size, own, stride in rows)
 

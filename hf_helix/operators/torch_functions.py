@@ -1,8 +1,8 @@
 """Functions of torch as `__torch_function__` sees them: which are element-wise, and which write to their argument.
 
 In:   the name of a function, method or operator.
-Out:  what it does, as the tags of torch's own operators say.
-Must hold: a function that is not known to be element-wise is not said to be.
+Out:  its properties, by the tags of torch's own operators.
+Must hold: only a function that is known to be element-wise counts as element-wise.
 """
 
 import functools

@@ -41,8 +41,8 @@ class Unit:
         logits: of the head, the input of the loss: the logits of the model's own forward.
         loss_shape: of the head's output: a scalar, or a loss followed by figures.
         ends_at_decoder: of the last unit, whether its output is the decoder's, and a caller computes losses.
-        above: the parameters above the decoder, which no operator reads: those of code of the caller's.
-        flat_parameters: by the values of gathered weights, also of backward; empty where every rank keeps all weights.
+        above: the parameters above the decoder, which only the caller's code reads.
+        flat_parameters: by the values of gathered weights, also of backward; empty if every rank keeps all weights.
     """
 
     label: str
@@ -68,7 +68,7 @@ class Unit:
         Args:
             mode: the option.
             suffix: of the unit's name.
-            on_host: copies what the unit keeps to the host and back; None where the device keeps it.
+            on_host: copies the unit's kept values to the host and back; None if the device keeps them.
         """
         if mode == NONE:
             return self
@@ -88,7 +88,7 @@ class Unit:
 
     def halves(self) -> tuple[Unit, Unit] | None:
         """Returns a layer as two units, cut at the residual stream in its middle, usually between attention and MLP;
-        None where no sum of the residual stream is all that later operators read."""
+        None unless some sum of the residual stream is the only value that later operators read."""
         graph = self.graphs.forward
         for end, operator in enumerate(graph.operators[:-1], 1):
             read = {value for op in graph.operators[end:] for value in op.depends_on}
@@ -112,13 +112,13 @@ class Unit:
         outputs: tuple[str, ...],
         added: Mapping[str, TensorOperator] = MappingProxyType({}),
     ) -> Unit:
-        """Returns some operators of the unit as a unit; order alone does not tie them to other operators.
+        """Returns some operators of the unit as a unit, without the order of other operators.
 
         Args:
             name: of the unit.
             operators: in canonical order.
             inputs, outputs: the values that enter and leave the unit.
-            added: those of the operators that this unit lacks.
+            added: the operators that this unit lacks.
         """
         names = [op.name for op in operators]
         within = [

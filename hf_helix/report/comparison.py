@@ -2,7 +2,7 @@
 
 In:   a measured `Comparison`.
 Out:  text, and the files of its picture, plan and profile.
-Must hold: a measurement on an emulated link says so; a loss is printed as a loss.
+Must hold: a measurement on an emulated link is marked as one; a loss is printed as a loss.
 """
 
 from pathlib import Path

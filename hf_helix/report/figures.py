@@ -24,7 +24,7 @@ METADATA: dict[str, dict[str, Any]] = {
 
 INK, FAINT, EMPTY = "#2b2f36", "#7b828c", "#f1f2f4"
 
-# A hue for each strand, pale for communication. The colours differ in lightness, too, for colour blindness and for
+# A hue for each strand, pale for communication. The colours also differ in lightness, for colour blindness and for
 # prints in grey.
 COLOURS = {
     "F": "#2e6fae",

@@ -15,7 +15,7 @@ from hf_helix.models.causal_lm import has_towers
 from hf_helix.models.four_bit import matrix_sizes
 from hf_helix.models.graph.experts import is_experts
 
-# Dense bf16 TFLOP/s, from the vendors' data sheets, by what the device's name holds as whole words.
+# Dense bf16 TFLOP/s, from the vendors' data sheets, by whole words of the device's name.
 PEAKS = {
     "B200": 2250.0,
     "H200": 989.0,
@@ -57,7 +57,7 @@ class TokenFlops:
 def token_flops(model: Any) -> TokenFlops:
     """Returns the work of a token in a decoder model, before the model is cut: 6 per weight that a token meets, 4 per
     frozen weight, and 12 per head dimension and position. A token meets `num_experts_per_tok` experts of a mixture. The
-    states of recurrent layers are not counted, since their work is small beside that of their projections, nor is the
+    states of recurrent layers are not counted, since their work is small against their projections', nor is the
     work of towers, which depends on the images of a batch."""
     config = model.config.get_text_config()
     experts = {weight for module in model.modules() if is_experts(module) for weight in module.parameters()}
@@ -85,6 +85,6 @@ def _width(config: Any) -> int:
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Returns the dense bf16 peak of a device in TFLOP/s, by its name; None where it is not known."""
+    """Returns the dense bf16 peak of a device in TFLOP/s, by its name; None if unknown."""
     words = f" {device_name.replace('-', ' ')} "
     return next((peak for name, peak in PEAKS.items() if f" {name} " in words), None)

@@ -1,6 +1,7 @@
 """The scorecard while training: figures for the logs, so that every tracker shows them.
 
-In:   trained windows, a traced window between two logs, and the measurement of computation and communication alone.
+In:   trained windows, a traced window between two logs, and the measurement of computation and communication by
+    themselves.
 Out:  `helix/...` entries of a log.
 Must hold: every figure comes from windows since the last log; unknown figures, and noise of a little communication, are
 left out, never guessed.
@@ -57,7 +58,7 @@ class LiveScore:
         self._since.started = self._since.started or time.perf_counter()
 
     def add(self, tokens: int, length: int) -> None:
-        """Counts a window that has ended: its tokens on this rank, and those of its longest sequence."""
+        """Counts a window that has ended: its tokens on this rank, and the tokens of its longest sequence."""
         self._since.tokens += tokens * self._batches
         self._since.length = max(self._since.length, length)
 

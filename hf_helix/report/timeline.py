@@ -107,7 +107,7 @@ def bars_of_timeline(timeline: Timeline, program: Sequence[Instruction]) -> list
 
 
 def _unit_labels(timeline: Timeline, program: Sequence[Instruction]) -> dict[int, str]:
-    """The labels of units by index: their names, numbered where the rank holds several, like "layers.3" of a trace."""
+    """The labels of units by index: their names, numbered if the rank holds several, like "layers.3" of a trace."""
     entries = timeline.arrays.entries
     names = {
         i.unit: timeline.arrays.names[n][0]
@@ -127,7 +127,7 @@ def busy_fraction(bars: Iterable[Bar], stream: str, start: float, end: float) ->
 
 
 def extent(bars: Sequence[Bar]) -> tuple[float, float]:
-    """Returns the first start and the last end. Raises ValueError where no bar takes any time."""
+    """Returns the first start and the last end. Raises ValueError if no bar takes any time."""
     first, last = min((bar.start for bar in bars), default=0.0), max((bar.end for bar in bars), default=0.0)
     if last <= first:
         raise ValueError("there is nothing to draw: no operator took any time")
@@ -159,7 +159,7 @@ def rows_of(bars: Sequence[Bar]) -> dict[str, list[Bar]]:
 
 
 def summary_of(bars: Sequence[Bar]) -> str:
-    """Returns the length of a window, and the share of communication beside computation, on all ranks."""
+    """Returns the length of a window, and the share of communication that overlaps with computation, on all ranks."""
     start, end = extent(bars)
     traces = [Trace(spans=[bar for bar in bars if bar.rank == rank]) for rank in {bar.rank for bar in bars}]
     moving = sum(trace.busy(compute=False) for trace in traces)
@@ -261,7 +261,7 @@ def text_comparison(simulations: Mapping[str, Simulated]) -> str:
 
 
 def text_pipeline(simulated: Simulated, width: int = 100) -> str:
-    """Returns a row for every rank, micro-batch numbers where there is room; all columns are equally long."""
+    """Returns a row for every rank, micro-batch numbers if there is room; all columns are equally long."""
     names = [f"rank {rank}  " for rank in range(len(simulated.schedule))]
     margins = [f"  {bubble:4.0%} idle" for bubble in simulated.bubbles]
     columns = max(10, width - len(names[-1]) - len(margins[0]))

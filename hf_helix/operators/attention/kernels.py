@@ -1,11 +1,11 @@
 """The attention kernels of CUDA that return the log-sum-exp, and their limits.
 
-In:   as of `hf_helix.operators.attention.partial`, on a CUDA device.
+In:   the inputs of `hf_helix.operators.attention.partial`, on a CUDA device.
 Out:  the same; memory grows with the number of tokens, and not with its square.
 Must hold: a kernel takes only cases that it computes right, forward and backward. A user who switches off a kernel of
 torch (`torch.nn.attention.sdpa_kernel`), or asks for deterministic kernels, gets no other.
 
-Limits of each kernel, the fastest first (signatures as of torch 2.11 to 2.13):
+Limits of each kernel, the fastest first (signatures of torch 2.11 to 2.13):
 
     kernel      types             heads up to  masks                                    GPUs
     Cudnn       bf16, fp16        128          full, causal; 64 tokens or more          compute capability 9 and 10
@@ -14,7 +14,7 @@ Limits of each kernel, the fastest first (signatures as of torch 2.11 to 2.13):
     Exact       any               any          any; all products of queries and keys    any
 
 `attn_implementation="flash_attention_2"` begins with Flash, which is FlashAttention 2 as torch carries it. With
-FlashAttention 3 behind torch's own switch (`torch.nn.attention.activate_flash_attention_impl("FA3")`), which
+FlashAttention 3 under torch's own switch (`torch.nn.attention.activate_flash_attention_impl("FA3")`), which
 `attn_implementation="flash_attention_3"` turns, Flash runs it, and comes before Cudnn.
 
 The backward passes of Flash and Efficient add with atomics unless `torch.use_deterministic_algorithms(True)` is called;
@@ -74,7 +74,7 @@ class Cudnn(Fused):
 
     def _differentiate(self, gradient: Tensor, of: Attended, seen: AttentionMask, scale: float) -> Tensors:
         q, k, v, o, lse = of
-        # torch finds a graph of cuDNN by the strides of q, k and v alone, so the other strides must not vary.
+        # torch finds a graph of cuDNN only by the strides of q, k and v, so the other strides must not vary.
         gradient, o, lse = (value.contiguous() for value in (gradient, o, lse.unsqueeze(-1)))
         seed = q.new_empty((), dtype=torch.long)  # of absent dropout
         return tuple(
@@ -219,7 +219,7 @@ def cuda_kernels(capability: Capability) -> tuple[AttentionKernel, ...]:
 
 
 def _activate_flash_3() -> None:
-    """Lets torch's flash attention run FlashAttention 3, by torch's own switch, and with its package."""
+    """Makes torch's flash attention run FlashAttention 3, by torch's own switch, and with its package."""
     why = f"torch {torch.__version__} has no switch for it; use torch 2.13 or 'sdpa'"
     if "FA3" in getattr(attention, "list_flash_attention_impls", list)():
         if attention.current_flash_attention_impl() == "FA3":

@@ -27,13 +27,13 @@ class AttentionMask:
     """The keys that each query attends to.
 
     Attributes:
-        causal: whether query i attends to the keys up to i only (there are as many queries as keys).
+        causal: whether query i attends only to the keys up to i (queries and keys have the same length).
         window: how many tokens a query attends to, itself and earlier tokens; None for all.
-        apart: the distance of query 0 from key 0 in the sequence, where there is a window.
-        mask: [batch, queries, keys], True where a query attends to a key; None for full attention. Mutually exclusive
+        apart: the distance of query 0 from key 0 in the sequence, if there is a window.
+        mask: [batch, queries, keys], True if a query attends to a key; None for full attention. Mutually exclusive
             with `window`.
-        blank: [batch, queries], True where a query takes the mean of all values, as a query that may see nothing does
-            in `eager` attention; only beside a mask.
+        blank: [batch, queries], True if a query takes the mean of all values, as a query that may see nothing does in
+            `eager` attention; only with a mask.
     """
 
     causal: bool = False
@@ -48,7 +48,7 @@ class AttentionMask:
         return self.mask is None and self.window is None
 
     def hides(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
-        """Returns True where a query does not attend to a key; None for full attention.
+        """Returns True for pairs of a query and a key without attention; None for full attention.
 
         Args:
             queries: how many there are.
@@ -71,8 +71,8 @@ class Attended(NamedTuple):
     """What backward reads of an attention.
 
     Attributes:
-        q: as of `AttentionKernel.forward`.
-        k, v: as of `AttentionKernel.forward`, of some of the keys or of all.
+        q: see `AttentionKernel.forward`.
+        k, v: see `AttentionKernel.forward`; of some of the keys or of all.
         o: the output over all keys [batch, heads, queries, head_dim].
         lse: the log-sum-exp over all keys [batch, heads, queries].
     """
@@ -123,9 +123,9 @@ class AttentionKernel(ABC):
 
         Args:
             gradient: of the output over all keys, in the shape of `of.o`.
-            of: what was attended.
-            seen: as of `forward`, for the keys of `of`.
-            scale: as of `forward`.
+            of: the attended keys and values.
+            seen: see `forward`, for the keys of `of`.
+            scale: see `forward`.
         """
 
 
@@ -177,7 +177,7 @@ class Exact(AttentionKernel):
 
 
 class Fused(AttentionKernel):
-    """A kernel of torch that stores no products, behind a common interface: sizes and heads as the kernel wants them,
+    """A kernel of torch that stores no products, under a common interface: sizes and heads as the kernel wants them,
     and back.
 
     Attributes:

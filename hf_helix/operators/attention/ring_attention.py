@@ -115,12 +115,12 @@ class RingBlock(Computation):
 class JoinBlocks(Computation):
     """The end of the blocks: output [n, batch, heads * value_dim] and its log-sum-exp [batch, heads, n].
 
-    A sink is an additional logit of a head, beside the logits of the keys, with a value of zero. With the sink in the
+    A sink is an additional logit of a head, after the logits of the keys, with a value of zero. With the sink in the
     output and in the log-sum-exp, the blocks' backward is the backward of attention with sinks. With sinks, backward
     also reads output and log-sum-exp.
 
     Args:
-        dtype: of queries, keys and values where there is no autocast.
+        dtype: of queries, keys and values without autocast.
         value_dim: the length of values; None for the length of keys.
         sinks: [heads], or None.
     """
@@ -165,7 +165,7 @@ class JoinBlocks(Computation):
 class GatheredBlocks(Computation):
     """All blocks in one operator, over keys and values [c * 2, ...] of an `AllGather`.
 
-    Values as of `RingBlock`; backward also reads q, the gathered keys and values, output and lse.
+    For the values see `RingBlock`; backward also reads q, the gathered keys and values, output and lse.
     """
 
     has_saved_state = False

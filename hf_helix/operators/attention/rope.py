@@ -3,7 +3,7 @@
 In:   queries and keys [batch, heads, tokens, head_dim], cosines and sines [batch, tokens, head_dim].
 Out:  both rotated, in the type of their products with the cosines; from the fused kernel in their own type, as products
       of attention under autocast would have them.
-Must hold: the bits of `apply_rotary_pos_emb` of Transformers, forward and backward; half as many kernels, where queries
+Must hold: the bits of `apply_rotary_pos_emb` of Transformers, forward and backward; half as many kernels, if queries
 and keys are adjacent in memory.
 """
 

@@ -159,7 +159,7 @@ class GroupChannel(P2PChannel):
 
 
 class LaneChannel(GroupChannel):
-    """A channel over groups of its two ranks alone; the sender broadcasts."""
+    """A channel over groups of only its two ranks; the sender broadcasts."""
 
     def send(self, value: Tensor, forward: bool) -> None:
         dist.broadcast(value, dist.get_rank(), group=self._groups[forward])

@@ -23,7 +23,7 @@ from hf_helix.planning.graph.operator import Kind
 class Transport(ABC):
     """Moves data between the `size` ranks of one group, of which this is `rank`.
 
-    `group` is the process group, or None where no data moves.
+    `group` is the process group, or None if no data moves.
     """
 
     size: int
@@ -55,7 +55,7 @@ class Transport(ABC):
 
     def start_sum(self, value: Tensor) -> Callable[[], object]:
         """Starts the sum of every rank's contiguous value, in place; returns the function that waits for the sum."""
-        return lambda: None  # where no data moves
+        return lambda: None  # no data moves
 
     @abstractmethod
     def shift(self, out: Tensor, value: Tensor) -> None:
@@ -71,7 +71,7 @@ class Transport(ABC):
 
 
 class SilentTransport(Transport):
-    """Stands for a group of `size` ranks without moving data between them: for timing computation alone.
+    """Stands for a group of `size` ranks without moving data between them: for timing only computation.
 
     Values stay finite and shapes right; results mean nothing.
 
@@ -235,7 +235,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class ReplicaAxes:
-    """The axes over the replicas of a parameter, where these shard it (ZeRO).
+    """The axes over the replicas of a parameter, if these shard it (ZeRO).
 
     Attributes:
         gather: for gathers of weights.
@@ -257,7 +257,7 @@ class ReplicaAxes:
 
 # -- group transports ----------------------------------------------------------------------------------------------
 
-# Renamed in torch 2.13, where the old names warn.
+# Renamed in torch 2.13; the old names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -306,7 +306,7 @@ class GroupTransport(ProcessGroupTransport):
         return value.element_size() < 4
 
     def _pass_on(self, out: Tensor, value: Tensor, step: int) -> None:
-        # An all-to-all with the neighbours alone, over the one communicator of the group and on the current stream;
+        # An all-to-all with only the neighbours, over the one communicator of the group and on the current stream;
         # NCCL's isend and irecv would run on a stream of the group's own.
         sent, arriving = [0] * self.size, [0] * self.size
         sent[(self.rank + step) % self.size] = value.numel()

@@ -2,8 +2,8 @@
 
 In:   values on a device of `DEVICES`.
 Out:  results and gradients, by operators of torch, which counters of kernels and detectors of races see.
-Must hold: a value is rounded where torch's own operators round it, except where the docstring of a function says so.
-Nothing is written to an argument.
+Must hold: a value is rounded after the same operations as by torch's own operators, unless a docstring names a
+difference. Nothing is written to an argument.
 
 Liger's kernels compute the same. They are not used: theirs write gradients over the saved values, need copies of slices
 such as the outputs of a joint product, and have one type for a norm's residual stream and its result.
@@ -114,8 +114,8 @@ def rms_norm(value: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) 
 def rms_norm_backward(
     gradient: Tensor, value: Tensor, scale: Tensor, weight: Tensor, partial: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of the value of `rms_norm`, and rows [programs, hidden] whose sum is that of the weight.
-    `partial` is a part of the value's gradient, of the same type, added before the sum is rounded."""
+    """Returns the gradient of the value of `rms_norm`, and rows [programs, hidden] whose sum is the gradient of the
+    weight. `partial` is a part of the value's gradient, of the same type, added before the sum is rounded."""
     value, of_value = value.contiguous(), torch.empty_like(value, memory_format=torch.contiguous_format)
     of_weight = value.new_empty((min(PROGRAMS, scale.numel()), len(weight)), dtype=torch.float32)
     adds = partial is not None
@@ -133,7 +133,7 @@ def rotate(parts: Sequence[Tensor], cos: Tensor, sin: Tensor, dtype: torch.dtype
     Args:
         parts: [tokens, batch, heads, head_dim] each, such as queries and keys.
         cos: [tokens, batch or 1, head_dim].
-        sin: likewise.
+        sin: of the same shape.
         dtype: of the result.
         back: whether to rotate gradients back. Products are then rounded to `dtype`, forward to the type that torch
             gives products of the parts with the cosines.

@@ -2,7 +2,7 @@
 
 In:   pointers, and strides of rows in elements; every last dimension is contiguous.
 Out:  the results, in memory that the caller has allocated.
-Must hold: computed in fp32, and rounded where torch rounds; no two programs write to the same element, so results do
+Must hold: computed in fp32, and rounded as by torch; no two programs write to the same element, so results do
 not depend on the order of programs.
 """
 
@@ -62,8 +62,8 @@ def rms_norm(value, weight, out, scale, columns, epsilon, BLOCK: tl.constexpr):
 def rms_norm_backward(
     gradient, value, scale, weight, partial, of_value, of_weight, rows, columns, ADDS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The gradients of `rms_norm`; with `ADDS`, that of the value is added to a partial gradient. Every program has a
-    row of `of_weight`, the sum over its rows."""
+    """The gradients of `rms_norm`; with `ADDS`, the value's gradient is added to a partial gradient. Every program has
+    a row of `of_weight`, the sum over its rows."""
     column = tl.arange(0, BLOCK)
     factor, total = _load(weight, 0, 0, column, columns), tl.zeros((BLOCK,), tl.float32)
     for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):

@@ -2,7 +2,7 @@
 
 In:   parameters that one matrix product is for, and what one micro-batch found.
 Out:  `parameter.grad`, in the type of the parameter; several that come from one product lie in one piece.
-Must hold: nothing is allocated for a gradient that is there already, where the types agree or the device has GEMMs that
+Must hold: nothing is allocated for a gradient that is there already, if the types agree or the device has GEMMs that
 add products of half precision to a float32 total.
 """
 

@@ -1,7 +1,7 @@
 """A linear for each expert, with explicit input and weight gradients.
 
-In:   rows sorted by expert, and how many each expert has; without these all have as many.
-Out:  as many rows.
+In:   rows sorted by expert, and the number of rows of each expert; without these numbers all have the same.
+Out:  the same number of rows.
 Must hold: what W finds of an expert's weight and bias is added up over its rows in their order; the host learns how
 many rows there are only where each expert's product is a kernel of its own.
 """
@@ -18,17 +18,17 @@ from hf_helix.operators.linears.linear import SMALL
 from hf_helix.operators.moe import RowCounts
 
 Sizes = Tensor | list[int] | None
-"""The rows of every expert: where they end, for the device; how many, for the host; None where all have as many."""
+"""The rows of every expert: their ends, for the device; their numbers, for the host; None if all are equal."""
 
 
 class GroupedLinear(SplitComputation):
     """A linear for each expert over its rows: grouped GEMMs.
 
-    Values: rows sorted by expert, and without a capacity how many each has. Output: as many rows.
+    Values: rows sorted by expert, and without a capacity the number of each. Output: the same number of rows.
 
     Args:
         weight: [experts, features out, features in], of this rank's experts.
-        row_counts: what the host knows of the layer's rows.
+        row_counts: the numbers of the layer's rows on the host.
         bias: [experts, features out].
         transposed: the weight is [experts, features in, features out].
     """

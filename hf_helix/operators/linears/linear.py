@@ -48,9 +48,9 @@ class Linear(SplitComputation):
         adds_bias: False on all ranks but one of a row-parallel linear, whose partial sums are added up later. The
             gradient of the bias is complete on every rank all the same, since each rank sees the full gradient.
         transposed: the weights are [features_in, features_out], as in `Conv1D`.
-        adapters: of each linear; empty where no linear has any.
+        adapters: of each linear; empty if no linear has any.
         copies: all modules that the linears may stand for at run time; by default themselves.
-        four_bit: of each linear its frozen weight in 4 bits, or None; empty where no linear has one.
+        four_bit: of each linear its frozen weight in 4 bits, or None; empty if no linear has one.
 
     Attributes:
         float8: the recipe of products in fp8, see `HelixConfig.float8`; None for products in the type of the input.
@@ -170,7 +170,7 @@ class Linear(SplitComputation):
         return gemms
 
     def _make_gemms(self, dtype: torch.dtype) -> list[_Gemm]:
-        """Returns one product for all linears where their weights need a cast anyway: the cast joins the weights."""
+        """Returns one product for all linears if their weights need a cast anyway: the cast joins the weights."""
         apart = [
             _Gemm.of(linear.weight, linear.bias, self.transposed, four_bit)
             for linear, four_bit in zip(self.linears, self._four_bit, strict=True)
@@ -185,7 +185,7 @@ class Linear(SplitComputation):
         return [_Gemm.joined(apart)]
 
     def reasons_against_float8(self) -> list[str]:
-        """Returns for each linear why its products cannot be in fp8; empty texts where they can."""
+        """Returns for each linear why its products cannot be in fp8; empty texts if they can."""
         if self._adapters:
             return ["adapters"] * len(self.linears)
         return [
@@ -244,9 +244,9 @@ class _Gemm:
     """A product of forward: of a linear, or of several linears with the same input.
 
     Attributes:
-        weights, biases: of each linear; no biases where there are none.
+        weights, biases: of each linear; biases may be empty.
         sizes: the output features of each linear.
-        four_bit: the weight, where it is in 4 bits.
+        four_bit: the weight, if it is in 4 bits.
         float8: the recipe of the product in fp8; None for others.
         matrix: the joined weights, after the first use.
     """
@@ -290,7 +290,7 @@ def _rows(value: Tensor) -> Tensor:
 
 
 def _joined_if_faster(gradients: list[Tensor], width: int) -> list[Tensor]:
-    """Returns the gradients of outputs [tokens, features] joined for a single product; unchanged where several products
+    """Returns the gradients of outputs [tokens, features] joined for a single product; unchanged if several products
     are faster.
 
     Every product but the first reads and writes the input gradient again, and the input for the weight gradients, each

@@ -54,7 +54,7 @@ class LowRank:
             rows: the linear's input [tokens, features in].
             ctx: the linear's, of the micro-batch.
             mask: the dropout mask of `rows`, see `dropout_masks`; None without dropout.
-            adds_bias: as of `Linear`.
+            adds_bias: see `Linear`.
         """
         dtype = self.dtype(ctx)
         low = self._between(_masked(rows.to(dtype), mask), ctx)
@@ -68,8 +68,8 @@ class LowRank:
         Args:
             total: the gradient of `rows` [tokens, features in]; written to.
             gradient: of the linear's output [tokens, features out].
-            ctx: as of `add`.
-            mask: as of `add`.
+            ctx: see `add`.
+            mask: see `add`.
         """
         below, down = self._below(gradient, ctx), ctx.precision.weights.of((self.down,), self.dtype(ctx))
         if mask is None:
@@ -83,8 +83,8 @@ class LowRank:
         Args:
             rows: the linear's input [tokens, features in].
             gradient: of the linear's output [tokens, features out].
-            ctx: as of `add`.
-            mask: as of `add`.
+            ctx: see `add`.
+            mask: see `add`.
         """
         rows = _masked(rows.to(self.dtype(ctx)), mask)
         if self.up.requires_grad:

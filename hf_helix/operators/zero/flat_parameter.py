@@ -63,7 +63,7 @@ class FlatParameter:
     - `unshard` makes all parameters views of a full buffer of their type, `reshard` makes them placeholders again: of
       the right shape and type, without memory, with NaN as values;
     - `shard` [length / ranks] is this rank's shard. `shards` has, for every parameter, a 1-D parameter, a view of
-      `shard`: the elements `owned_range(parameter)` of the flattened parameter, none where other ranks own all.
+      `shard`: the elements `owned_range(parameter)` of the flattened parameter, none if other ranks own all.
       Optimizers step these views, so all ranks have the same groups; clipping and the gradient norm read their `grad`;
     - `parameter.grad` is this rank's own gradient of the current window, and None between windows.
 
@@ -74,11 +74,11 @@ class FlatParameter:
         reduce_axis: the same ranks, for gradient reduction: another transport, for reductions run on another stream.
         cast_to: the type of the gathered buffer; None for the type of the parameters.
         copies: the ranks with other copies of the same shard, which add to its gradient; None for a single copy.
-        host_link: the link to the shard on the host (`offload`); None where it lies on the device.
+        host_link: the link to the shard on the host (`offload`); None if it lies on the device.
         shard: this rank's shard.
         shards: its parts, by parameter.
-        unsharded: the full buffer for operators at present; None between uses.
-        host: the shard on the host and its copy; None where the shard lies on the device.
+        unsharded: the full buffer for operators in use; None between uses.
+        host: the shard on the host and its copy; None if the shard lies on the device.
         device: of buffers.
     """
 
@@ -175,7 +175,7 @@ class FlatParameter:
     # -- the full buffer -------------------------------------------------------------------------------------------
 
     def check_resharded(self) -> None:
-        """Raises an error where the parameters are unsharded already: their user would lose them."""
+        """Raises an error if the parameters are unsharded already: their user would lose them."""
         if self.unsharded is not None:
             raise RuntimeError(
                 "the model has all weights at present: leave full_weights() before you train, evaluate, save or load"
@@ -236,7 +236,7 @@ class FlatParameter:
         self.unsharded = buffer
 
     def cast(self, parameter: nn.Parameter) -> Tensor | None:
-        """Returns a parameter in the type of matrix products, as a view of the unsharded buffer; None where the buffer
+        """Returns a parameter in the type of matrix products, as a view of the unsharded buffer; None if the buffer
         has another type."""
         return self._view_in(self.unsharded, parameter)
 
@@ -247,7 +247,7 @@ class FlatParameter:
         return self._extents[parameter].view(buffer.detach())
 
     def reshard(self, buffer: Tensor | None = None) -> None:
-        """Makes the parameters placeholders, without memory; with a buffer, only where this is the unsharded one."""
+        """Makes the parameters placeholders, without memory; with a buffer, only if this is the unsharded one."""
         if buffer is None or self.unsharded is buffer:
             self._show_placeholders()
 

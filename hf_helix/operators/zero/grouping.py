@@ -20,7 +20,7 @@ from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.operators.zero.host_shard import HostLink
 
 ShardAxes = Callable[[Placement], ReplicaAxes | None]
-"""From the placement of a parameter to the axes over its replicas, which shard it; None where every rank keeps it."""
+"""From the placement of a parameter to the axes over its replicas, which shard it; None if replicated."""
 
 AnyFlatParameter = TypeVar("AnyFlatParameter", bound=FlatParameter)
 
@@ -41,9 +41,9 @@ def make_flat_parameters(
         shard_axes: see `ShardAxes`.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
         kind: the class of the flat parameters.
-        host_link: the link to shards of trained parameters on the host, and of frozen ones where devices keep no
-            copies; None where these lie on the device.
-        frozen: whether flat parameters hold frozen parameters, too.
+        host_link: the link to shards of trained parameters on the host, and of frozen ones if devices keep no copies;
+            None if these lie on the device.
+        frozen: whether flat parameters also hold frozen parameters.
     """
     users: dict[nn.Parameter, list[int]] = {}
     placements: dict[nn.Parameter, Placement] = {}

@@ -4,7 +4,7 @@
 In:   a shard in the host's memory, which an optimizer steps; the device's memory for its copy, in the type for
       operators.
 Out:  the copy, after each step or at each use; memory on the host for gradients.
-Must hold: everything that crosses between host and device is pinned where the device is a GPU, so copies run beside
+Must hold: everything that crosses between host and a GPU is pinned, so copies overlap with
 computation. A shard is cast on the host, before it crosses: 2 bytes an element instead of 4.
 """
 
@@ -28,7 +28,7 @@ class HostLink:
     """The link between the memory of the host and a device, which carries both directions at once.
 
     Args:
-        holds: what the host holds, see `HelixConfig.offload`; None for nothing between windows.
+        holds: the option `HelixConfig.offload`; None if the host holds nothing between windows.
         carry: of an emulated link whose speed copies keep to; None for no emulation.
     """
 
@@ -91,7 +91,7 @@ class OnHost:
     Attributes:
         version: torch's counter after the copy.
         norm: of the gradient, which the device has taken.
-        wait: lets the host wait for the copy; None once it is there.
+        wait: makes the host wait for the copy; None once it is there.
     """
 
     version: int
@@ -104,7 +104,7 @@ on_host: Any = WeakTensorKeyDictionary()
 
 
 def arrived(gradients: Iterable[Tensor | None]) -> None:
-    """Lets the host wait until copies of gradients to it have ended, before anything reads them."""
+    """Makes the host wait until copies of gradients to it have ended, before anything reads them."""
     for gradient in gradients:
         known = on_host.get(gradient) if gradient is not None else None
         if known is not None and known.wait is not None:
@@ -121,7 +121,7 @@ class HostShard:
         copied_as: the type of copies, for operators.
         device: of copies.
         link: between host and device.
-        copy: the device's memory for a copy [length] that stays; None where every use has a copy of its own.
+        copy: the device's memory for a copy [length] that stays; None if every use has a copy of its own.
 
     Attributes:
         shard: [length] on the host.
@@ -152,7 +152,7 @@ class HostShard:
 
     @property
     def is_copied(self) -> bool:
-        """Whether the copy, or what is copied at each use, equals the shard, but for steps that only `mark_stale`
+        """Whether the copy, or the copies of each use, equal the shard, but for steps that only `mark_stale`
         reports."""
         return self._copied_at == self.shard._version
 
@@ -168,7 +168,7 @@ class HostShard:
         self._cast_at, self._copied_at = self.shard._version, -1
 
     def refresh(self) -> TransferFn:
-        """Returns a function to copy the shard to the device, where a copy stays there."""
+        """Returns a function to copy the shard to the device, if a copy stays there."""
         if self._cast_at != self.shard._version:  # written by something else than a step
             self.cast()
         self._copied_at = self._cast_at

@@ -92,7 +92,7 @@ def apply_zero1(
         units: of the whole model, in forward order.
         shard_axes: see `ShardAxes`.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
-        host_link: the link to shards on the host; None where these lie on the device.
+        host_link: the link to shards on the host; None if these lie on the device.
     """
     by_unit = make_flat_parameters(units, shard_axes, autocast_dtype, Zero1FlatParameter, host_link, frozen=False)
     return [

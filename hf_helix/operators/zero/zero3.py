@@ -127,7 +127,7 @@ def _bringing(flat: FlatParameter, gather: Operator) -> dict[Operator, TensorOpe
         return {replace(gather, kind=Kind.UP): CopyWeights(flat)}
     name, own = f"{flat.name}.up", (f"{flat.name}.up",)
     copy = replace(gather, name=name, forward_name=name, kind=Kind.UP, writes=own, non_differentiable=own)
-    # A unit earlier than the gather: other collectives would queue behind a gather that waits.
+    # A unit earlier than the gather: other collectives would queue after a gather that waits.
     return {replace(copy, ahead=gather.ahead + 1): CopyWeights(flat), replace(gather, reads=own): GatherWeights(flat)}
 
 
