@@ -9,7 +9,7 @@ runners here, so that measurements are of the trained model.
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,9 @@ from hf_helix.models.graph.context import LossTweaks, ParallelContext
 from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
+from hf_helix.operators.communication.collectives import MakeBuffers
 from hf_helix.operators.fused import kernels
+from hf_helix.operators.unit import Unit
 from hf_helix.operators.vocab_pipeline import slice_buffers, spread_units
 from hf_helix.operators.zero.zero1 import apply_zero1
 from hf_helix.operators.zero.zero3 import apply_zero3
@@ -96,8 +98,10 @@ def declare(
     halved: Collection[int] = (),
     autocast_dtype: torch.dtype | None = None,
 ) -> Declared:
-    """Returns the cut of a model, on this rank alone. Nothing is communicated. The model is not changed, but for
-    parameters that only indices depend on: those of a derived layer are frozen.
+    """Returns the cut of a model, on this rank. Nothing is communicated. The model is not changed, but for parameters
+    of a derived layer that only indices depend on: they are frozen.
+
+    The passes over the units stand here in their order; `_Cut` describes each.
 
     Args:
         model: a full model, perhaps a `PeftModel`, with weights or on the meta device.
@@ -105,63 +109,146 @@ def declare(
         mesh: the mesh of ranks, of the sizes in `config`.
         modes: the recompute mode of every declared layer, see `hf_helix.engine.recompute`.
         loss_tweaks: the changes of the loss by training arguments.
-        layer_indices: the indices of the declared layers; None for all. Other layers are not checked either.
-        halved: those that are declared as halves; of all layers, the layers between stages are.
+        layer_indices: the indices of the declared layers; None for all. Other layers are not checked.
+        halved: the layers declared as halves; with all layers, the layers between stages are halved.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
 
     Raises:
         ValueError: the model cannot be cut like this.
     """
-    base = base_of(model)
-    family = family_of(base)
-    loss_tweaks = loss_tweaks or LossTweaks()
-    ways = config.cp_method, config.expert_capacity_factor
-    spread = mesh.vocabulary if config.spread_vocabulary else None
-    kernels.use(config.fused_kernels)
-    again = any(mode != NONE for mode in modes)
-    sharing = ParallelContext(
-        mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile, spread, config.cp_recurrence, again
-    )
-    units, counts = family.units(base, sharing, loss_tweaks, layer_indices), None
-    if config.float8:
-        use_float8(units, config.float8_recipe, getattr(base.get_output_embeddings(), "weight", None))
-    placement = scheduler_of(config).placement
-    if layer_indices is not None:
-        units, modes = in_halves(units, modes, [layer_indices.index(each) for each in halved])
-    elif config.layers_per_stage is not None:
-        units, modes, counts = cut_layers(units, modes, layer_ranks(placement, mesh.pipe.size), config.layers_per_stage)
-    units = recompute_units(units, modes, mesh)
-    placements = {p: placed for unit in units for p, placed in unit.placements.items()}
-    make_buffers, of_slice = family.empty(base, mesh.tp.size, loss_tweaks.ends_at_decoder), None
-    if config.spread_vocabulary:
-        table, head = _ends_of(base, loss_tweaks)
-        dtype = autocast_dtype or head.dtype
-        units = spread_units(
-            units, table, head, dtype, mesh.pipe.rank if layer_indices is None else None, config.pp_size
+    cut = _Cut(model, config, mesh, list(modes), loss_tweaks or LossTweaks(), layer_indices, halved, autocast_dtype)
+    units = cut.operators()
+    for apply in (cut.float8, cut.halves, cut.recompute, cut.vocabulary, cut.shard_parameters, cut.shard_optimizer):
+        units = apply(units)
+    modules_run_as_is = cut.check(units)
+    rank_units = cut.place(units)
+    return Declared(replace(rank_units, layout=cut.traffic(rank_units)), modules_run_as_is)
+
+
+@dataclass
+class _Cut:
+    """The passes that cut a model, in the order of the methods; each takes the units of the model and returns them.
+
+    Attributes:
+        model, config, mesh, modes, loss_tweaks, layer_indices, halved, autocast_dtype: see `declare`.
+        layers_per_stage: the layers of each virtual stage, if the options give them.
+        slice_buffers: from a slice of the head to the buffers of its outputs, with slices of the vocabulary.
+    """
+
+    model: Any
+    config: HelixConfig
+    mesh: Mesh
+    modes: list[str]
+    loss_tweaks: LossTweaks
+    layer_indices: Sequence[int] | None
+    halved: Collection[int]
+    autocast_dtype: torch.dtype | None
+    layers_per_stage: Sequence[int] | None = field(init=False, default=None)
+    slice_buffers: Callable[[int], MakeBuffers] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.base = base_of(self.model)
+        self.family = family_of(self.base)
+        self.placement = scheduler_of(self.config).placement
+        self.host_link = self.mesh.host_link if self.config.offload else None
+
+    @cached_property
+    def make_buffers(self) -> MakeBuffers:
+        """Makes the buffers of a transfer between stages."""
+        return self.family.empty(self.base, self.mesh.tp.size, self.loss_tweaks.ends_at_decoder)
+
+    def operators(self) -> list[Unit]:
+        """The units as operators, cut over tensor, context and expert parallelism."""
+        config, mesh = self.config, self.mesh
+        kernels.use(config.fused_kernels)
+        context = ParallelContext(
+            mesh.tp,
+            mesh.cp,
+            mesh.experts,
+            config.cp_method,
+            config.expert_capacity_factor,
+            mesh.device,
+            config.compile,
+            mesh.vocabulary if config.spread_vocabulary else None,
+            config.cp_recurrence,
+            any(mode != NONE for mode in self.modes),
         )
-        of_slice = slice_buffers(make_buffers, mesh.tp.size, loss_tweaks.figures, dtype)
-    host_link = mesh.host_link if config.offload else None
-    if config.shard_parameters or config.streams_weights:
-        units = number_distinct_graphs(apply_zero3(units, mesh.shard_axes, autocast_dtype, host_link))
-    if config.shard_optimizer or host_link is not None:
-        units = apply_zero1(units, mesh.shard_axes, autocast_dtype, host_link)
-    modules_run_as_is = [*family.side_modules(base), *(module for unit in units for module in unit.modules_run_as_is)]
-    if layer_indices is None:
-        check_forwards(model, base, family, modules_run_as_is, loss_tweaks.ends_at_decoder)
-        check_placements(model, placements)
-    rank_units = place_units(
-        units,
-        mesh.pipe,
-        make_buffers,
-        placement,
-        family.head_cost(base),
-        counts,
-        of_slice,
-        family.embedding_cost(base, config.image_share),
-        family.first_least,
-    )
-    layout = layout_with_gathers(_with_reductions(rank_units, config, mesh), rank_units.all_units, mesh)
-    return Declared(replace(rank_units, layout=replace(layout, on_host=host_link is not None)), modules_run_as_is)
+        return self.family.units(self.base, context, self.loss_tweaks, self.layer_indices)
+
+    def float8(self, units: list[Unit]) -> list[Unit]:
+        """Linears multiply in fp8."""
+        if self.config.float8:
+            head = getattr(self.base.get_output_embeddings(), "weight", None)
+            use_float8(units, self.config.float8_recipe, head)
+        return units
+
+    def halves(self, units: list[Unit]) -> list[Unit]:
+        """Layers between stages become two units."""
+        if self.layer_indices is not None:
+            places = [self.layer_indices.index(layer) for layer in self.halved]
+            units, self.modes = in_halves(units, self.modes, places)
+        elif self.config.layers_per_stage is not None:
+            ranks = layer_ranks(self.placement, self.mesh.pipe.size)
+            units, self.modes, self.layers_per_stage = cut_layers(
+                units, self.modes, ranks, self.config.layers_per_stage
+            )
+        return units
+
+    def recompute(self, units: list[Unit]) -> list[Unit]:
+        """Layers keep less for backward, and compute the rest again."""
+        return recompute_units(units, self.modes, self.mesh)
+
+    def vocabulary(self, units: list[Unit]) -> list[Unit]:
+        """Every pipeline rank gets slices of the embedding and of the head."""
+        self._placements = {p: placed for unit in units for p, placed in unit.placements.items()}
+        if not self.config.spread_vocabulary:
+            return units
+        table, head = _ends_of(self.base, self.loss_tweaks)
+        dtype = self.autocast_dtype or head.dtype
+        self.slice_buffers = slice_buffers(self.make_buffers, self.mesh.tp.size, self.loss_tweaks.figures, dtype)
+        rank = self.mesh.pipe.rank if self.layer_indices is None else None
+        return spread_units(units, table, head, dtype, rank, self.config.pp_size)
+
+    def shard_parameters(self, units: list[Unit]) -> list[Unit]:
+        """ZeRO-3, and weights on the host: operators gather, or copy, the weights before their readers."""
+        if not (self.config.shard_parameters or self.config.streams_weights):
+            return units
+        units = apply_zero3(units, self.mesh.shard_axes, self.autocast_dtype, self.host_link)
+        return number_distinct_graphs(units)
+
+    def shard_optimizer(self, units: list[Unit]) -> list[Unit]:
+        """ZeRO-1, and states on the host: a rank steps a shard of the remaining weights."""
+        if not self.config.shard_optimizer and self.host_link is None:
+            return units
+        return apply_zero1(units, self.mesh.shard_axes, self.autocast_dtype, self.host_link)
+
+    def check(self, units: Sequence[Unit]) -> list[nn.Module]:
+        """Refuses a model whose code or parameters are not cut; returns the modules that run as they are."""
+        as_is = [*self.family.side_modules(self.base), *(each for unit in units for each in unit.modules_run_as_is)]
+        if self.layer_indices is None:
+            check_forwards(self.model, self.base, self.family, as_is, self.loss_tweaks.ends_at_decoder)
+            check_placements(self.model, self._placements)
+        return as_is
+
+    def place(self, units: Sequence[Unit]) -> RankUnits:
+        """Places units on the ranks of the pipeline."""
+        return place_units(
+            units,
+            self.mesh.pipe,
+            self.make_buffers,
+            self.placement,
+            self.family.head_cost(self.base),
+            self.layers_per_stage,
+            self.slice_buffers,
+            self.family.embedding_cost(self.base, self.config.image_share),
+            self.family.first_least,
+        )
+
+    def traffic(self, rank_units: RankUnits) -> Layout:
+        """The layout with gradient reductions, gathers of weights, and copies to the host and back."""
+        layout = _with_reductions(rank_units, self.config, self.mesh)
+        layout = layout_with_gathers(layout, rank_units.all_units, self.mesh)
+        return replace(layout, on_host=self.host_link is not None)
 
 
 def _with_reductions(rank_units: RankUnits, config: HelixConfig, mesh: Mesh) -> Layout:
