@@ -23,7 +23,7 @@ _OPTIONS = (*_PLAIN, tuple, list, dict, FunctionType, functools.partial, torch.T
 """The types of attributes that are options; of a configuration, those count that the code of the module names."""
 
 _CODE = ("co_code", "co_names", "co_varnames", "co_argcount", "co_kwonlyargcount")
-"""What of a code object says what it does, beside its constants."""
+"""The parts of a code object that define its behaviour, apart from constants."""
 
 
 def description(layer: nn.Module) -> str:
@@ -66,7 +66,7 @@ def text_of(value: Any, names: Mapping[int, str]) -> str:
     if isinstance(value, functools.partial):
         return f"{text_of(value.func, names)} with {text_of([*value.args, *sorted(value.keywords.items())], names)}"
     if isinstance(value, FunctionType):
-        names = {**names, id(value): value.__qualname__}  # functions close over themselves, too
+        names = {**names, id(value): value.__qualname__}  # functions may close over themselves
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         defaults = [*(value.__defaults__ or ()), *sorted((value.__kwdefaults__ or {}).items())]
         name = f"{value.__module__}.{value.__qualname__}"

@@ -4,7 +4,7 @@ In:   the batches of a window, on any device; tensors over the full sequence of 
 Out:  the `Form` of each batch (hidden tokens, packed documents); this rank's tokens; the documents of a sequence.
 Must hold: all batches are read at once, before the window, so that a window never waits for the device; batches without
 mask and positions are not read at all. With c context-parallel ranks, rank r holds parts r and 2c-1-r of 2c equal
-parts, so that every rank has the same share of the causal triangle; padding stands at the end of the sequence, where no
+parts, so that every rank has the same share of the causal triangle; padding stands at the end of the sequence, since no
 token attends to it.
 
     c = 2:   sequence | 0 | 1 | 2 | 3 |   rank 0 holds 0 and 3, rank 1 holds 1 and 2
@@ -184,7 +184,7 @@ class SequenceCut:
         return value.unflatten(0, (2, -1))[:, -count:].flatten(0, 1)
 
     def behind_ends(self, value: Tensor, ends: Tensor, count: int) -> Tensor:
-        """Returns this rank's two parts, each behind the tokens before it [2 * (count + n / 2), ...]; zeros are before
+        """Returns this rank's two parts, each after the tokens before it [2 * (count + n / 2), ...]; zeros are before
         the sequence.
 
         Args:
@@ -198,16 +198,16 @@ class SequenceCut:
         return torch.cat([piece for part, tokens in parts for piece in (before[part * length :][:count], tokens)])
 
     def _order(self, value: Tensor) -> Tensor:
-        """Returns the positions of the tokens of rank 0, then those of rank 1 and so on."""
+        """Returns the positions of the tokens of rank 0, then of rank 1 and so on."""
         n = len(value) // self.cp_size
         return torch.cat([positions_of(n, self.cp_size, rank, value.device) for rank in range(self.cp_size)])
 
 
 def documents_of(ids: Tensor, mask: Tensor | None, positions: Tensor | None, form: Form | None = None) -> Tensor | None:
     """Returns the document of every token [batch, sequence], by the rules of Transformers; tokens attend within a
-    document. Padding, where the mask is 0, is in `PADDING`.
+    document. Padding (a mask of 0) is in `PADDING`.
 
-    Returns None where every token attends to all earlier tokens, or where only unread tokens attend to others (padding
+    Returns None if every token attends to all earlier tokens, or if only unread tokens attend to others (padding
     on the right, see `Form`). The form of the batch is read if not given.
 
     Raises:

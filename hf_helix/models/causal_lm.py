@@ -31,7 +31,7 @@ def causal_lm_classes() -> list[str]:
 
 
 def _multimodal_classes() -> set[str]:
-    """Returns the names of classes that read images or sound beside text."""
+    """Returns the names of classes that read images or sound as well as text."""
     names: set[str] = set()
     for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES):
         for classes in mapping.values():
@@ -40,7 +40,7 @@ def _multimodal_classes() -> set[str]:
 
 
 def text_classes() -> set[str]:
-    """Returns the names of classes with towers that text alone trains, without causal-LM classes."""
+    """Returns the names of classes with towers that can train on text only, without causal-LM classes."""
     return _multimodal_classes() - {*causal_lm_classes()}
 
 
@@ -55,7 +55,7 @@ def _language_models() -> set[str]:
 
 
 def has_towers(model: Any) -> bool:
-    """Returns whether a model, or the class above a user's, has towers beside a causal language model."""
+    """Returns whether a model, or the class above a user's, has towers next to a causal language model."""
     is_composite = model.config.get_text_config() is not model.config
     return is_composite and not _multimodal_classes().isdisjoint(kind.__name__ for kind in type(model).__mro__)
 

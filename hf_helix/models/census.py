@@ -1,6 +1,6 @@
 """The census: causal-LM classes of Transformers, proven equal to their unsplit models or not.
 
-In:   `census.json` beside this file, written by `python -m benchmarks.census`.
+In:   `census.json` next to this file, written by `python -m benchmarks.census`.
 Out:  a finding for each class and layout.
 Must hold: a finding holds for a small model with the defaults of the class, on the versions of Transformers and torch
 named in the file; with other versions, nothing is proven.
@@ -20,7 +20,7 @@ FILE = Path(__file__).parent / "census.json"
 PROVEN, REFUSED, FAILED = "proven", "refused", "failed"
 
 TEXT = "[text]"
-"""What the name of a class ends with that has towers beside a causal language model, and is proven on text alone."""
+"""The suffix of the name of a class with towers next to a causal language model that is proven on text only."""
 
 CLASSIFIER = "[classifier]"
 """What the name of a sequence classifier ends with: its decoder is proven, its head is the model's own code above."""
@@ -48,7 +48,7 @@ INSTEAD = {
 
 
 def instead_of(reason: str) -> str:
-    """Returns what a user does where a class is refused, or failed, for a reason; "" for an unknown reason."""
+    """Returns the advice for a class that is refused, or failed, for a reason; "" for an unknown reason."""
     return next((instead for pattern, instead in INSTEAD.items() if re.search(pattern, reason)), "")
 
 
@@ -56,7 +56,7 @@ class Finding(NamedTuple):
     """The finding for a class on a layout.
 
     Attributes:
-        status: `PROVEN`; `REFUSED`, where the class cannot be cut on the layout; `FAILED`, where the cut model computes
+        status: `PROVEN`; `REFUSED` if the class cannot be cut on the layout; `FAILED` if the cut model computes
             other results or ends in an error.
         reason: of a refusal, or the difference; empty for `PROVEN`.
     """
@@ -85,8 +85,8 @@ class Census:
     classes: Mapping[str, Findings] = field(default_factory=dict)
 
     def proven_on(self, *layouts: str, kind: str = "") -> list[str]:
-        """Returns the classes that are proven, with their defaults, on all given layouts; or those of a kind, `TEXT` or
-        `CLASSIFIER`."""
+        """Returns the classes that are proven, with their defaults, on all given layouts; or the classes of a kind,
+        `TEXT` or `CLASSIFIER`."""
         names = [name for name in self.classes if name.endswith(kind)] if kind else self.names
         none = Finding(REFUSED)
         return [

@@ -3,7 +3,7 @@
 In:   a module with attributes that are functions and refer to the module or its submodules in variables or defaults,
       for example a `forward` that wraps the former `forward`.
 Out:  a copy whose functions refer to the copy.
-Must hold: the given module does not change. `copy.deepcopy` alone would leave the functions with the given module.
+Must hold: the given module does not change. `copy.deepcopy` would leave the functions with the given module.
 """
 
 import copy
@@ -26,7 +26,7 @@ def copy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> Any:
 
 
 def rebound(value: Any, memo: dict[int, Any]) -> Any:
-    """Returns a value with replaced references to objects, in variables and defaults of functions, too."""
+    """Returns a value with replaced references to objects, also in variables and defaults of functions."""
     if isinstance(value, functools.partial):
         keywords = {name: rebound(part, memo) for name, part in value.keywords.items()}
         return functools.partial(rebound(value.func, memo), *(rebound(part, memo) for part in value.args), **keywords)

@@ -1,4 +1,4 @@
-"""A family derived from a model: units like those of a declared family, without a declaration.
+"""A family derived from a model: units like a declared family's, without a declaration.
 
 In:   a causal language model of Transformers, or a model with the same structure.
 Out:  the units of the model, and the side inputs of its batches.
@@ -209,7 +209,7 @@ class DerivedFamily(Family):
     def empty(self, model: Any, tp_size: int, ends_at_decoder: bool = False) -> Callable[[Mapping[str, Any]], Tensors]:
         make, trace = super().empty(model, tp_size, ends_at_decoder), self._kind(0, 1, 0).trace
         handed = trace.handed
-        if self._has_features:  # behind the first pipeline stage none are left
+        if self._has_features:  # after the first pipeline stage none are left
             return lambda side: (*(made := make(side)), made[0].new_empty(0, *made[0].shape[1:]))
         if handed is None:
             return make
@@ -222,7 +222,7 @@ class DerivedFamily(Family):
 
     @property
     def _has_features(self) -> bool:
-        """Whether layers pass on features of images that are added behind the first layers."""
+        """Whether layers pass on features of images that are added after the first layers."""
         towers = None if self._ends_at_decoder else self.towers
         return towers is not None and towers.are_deep and not towers.problem
 
@@ -231,7 +231,7 @@ class DerivedFamily(Family):
         return self.towers.deep_layers if self.towers is not None and self._has_features else 0
 
     def _last(self, b: Builder, x: str) -> str:
-        """Returns the output of the last layer, behind which no features are left."""
+        """Returns the output of the last layer, after which no features are left."""
         return b.autograd(f"{FEATURES}.end", _same, x, b.input(FEATURES)) if self._has_features else x
 
     def loss(self, b: Builder, model: Any, x: str) -> str:

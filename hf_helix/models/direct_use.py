@@ -2,7 +2,7 @@
 
 In:   a cut model, held by scripts as an ordinary Transformers or PEFT model.
 Out:  the same model; methods that would save or use only a rank's slices raise and name the call to use.
-Must hold: copies of the model refuse, too. Parameters and `state_dict()` of the model can be read and written, see
+Must hold: copies of the model also refuse. Parameters and `state_dict()` of the model can be read and written, see
 `hf_helix.runtime.divided`.
 """
 
@@ -66,12 +66,12 @@ def run_generation(model: Any, running: Callable[[], AbstractContextManager[obje
 
 
 _OF_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Arguments with the ends of documents, which positions say, too."""
+"""Arguments with the ends of documents, which positions also give."""
 
 
 def leave_out_unread(decoder: nn.Module) -> None:
     """Makes calls of a decoder leave out arguments that it hands on and none of its code reads, such as columns of a
-    batch and `logits_to_keep`, and the ends of documents beside positions."""
+    batch and `logits_to_keep`, and the ends of documents, if there are positions."""
     if not _takes_any(type(decoder).forward):
         return
     functions: list[Any] = [stock_forward(module) for module in decoder.modules()]
@@ -114,8 +114,8 @@ def _takes_any(function: Callable[..., Any]) -> bool:
 
 def replace_method(module: nn.Module, name: str, run: Callable[..., Any]) -> None:
     """Replaces a method of a module by `run`, called with the stock method and the arguments of a call. The signature
-    stays: the Trainer uses that of `forward` to choose columns. In deep copies of the module, whose calls would use the
-    weights of the module itself, the method raises.
+    stays: the Trainer uses the signature of `forward` to choose columns. In deep copies of the module, whose calls
+    would use the weights of the module itself, the method raises.
     """
     stock = getattr(module, name)
 
@@ -144,7 +144,7 @@ def refuse_saving(model: nn.Module, instead: Instead) -> None:
 
 
 class _Refusal:
-    """A refused method: a call raises. Copies of the model share the method; pickling raises, too."""
+    """A refused method: a call raises. Copies of the model share the method; pickling raises as well."""
 
     def __init__(self, what: str, saving: str) -> None:
         self._what = what

@@ -38,14 +38,14 @@ class Family(ABC):
 
     Attributes:
         model_class: the name of the Transformers class, for example "LlamaForCausalLM".
-        packs_by_positions: whether attention stays within documents where positions start anew. Some models of
+        packs_by_positions: whether attention stays within documents if positions start anew. Some models of
             Transformers make their masks without positions.
         needs_proof: whether a model of the family is compared with the unsplit model before its first training, see
             `hf_helix.engine.proof.first_use`.
         is_recurrent: whether layers mix tokens by a recurrence or a convolution.
-        towers: of images beside the language model; None for a model without them.
-        unread: entries of a batch that the cut model would not read; for each, what it is for, and what to do instead.
-        traced: where the operators come from the model's own code, patched forwards included: the forward of each
+        towers: of images, next to the language model; None for a model without them.
+        unread: entries of a batch that the cut model would not read; for each, its purpose and the alternative.
+        traced: if the operators come from the model's own code, patched forwards included: the forward of each
             module at the time of the trace, by the module's id.
     """
 
@@ -115,7 +115,7 @@ class Family(ABC):
         return b.build(output)
 
     def decoder_output(self, b: Builder, model: Any, x: str) -> str:
-        """Declares what the decoder computes after its last layer.
+        """Declares the decoder's computation after its last layer.
 
         Args:
             b: the builder of the unit.
@@ -226,7 +226,7 @@ class Family(ABC):
         return ()
 
     def num_positions(self, model: Any) -> int | None:
-        """Returns the rows of the table of positions; None where every position has an embedding."""
+        """Returns the rows of the table of positions; None if every position has an embedding."""
         return None
 
     def empty(self, model: Any, tp_size: int, ends_at_decoder: bool = False) -> Callable[[Mapping[str, Any]], Tensors]:
@@ -273,7 +273,7 @@ class Family(ABC):
 
         Args:
             model: the Transformers model.
-            batch: from the data collator: `input_ids` [batch, sequence] and, where given, `attention_mask`,
+            batch: from the data collator: `input_ids` [batch, sequence] and, if given, `attention_mask`,
                 `position_ids`, `labels` or `shift_labels`.
             cut: selects this rank's tokens; a sequence that does not divide is padded.
             loss_scale: the factor of the summed loss of the tokens.
@@ -326,7 +326,7 @@ class Family(ABC):
         Args:
             model: the Transformers model.
             ids: the tokens [batch, sequence].
-            mask: hides some of the tokens; None where none is hidden.
+            mask: hides some of the tokens; None if none is hidden.
             positions: the positions of the tokens [batch or 1, sequence].
             documents: the document of every token [batch or 1, sequence] in a packed batch, else None; a token attends
                 to tokens of its own document only.
@@ -369,7 +369,7 @@ def check_cuts(tp_size: int, heads: Mapping[str, int], lengths: Mapping[str, int
 
     Args:
         tp_size: the number of tensor-parallel ranks.
-        heads: the numbers of heads, by what they are called.
+        heads: the numbers of heads, by their names.
         lengths: the lengths of dimensions, by their options.
     """
     if any(count % tp_size for count in heads.values()):

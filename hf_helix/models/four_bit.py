@@ -44,13 +44,13 @@ def four_bit_weights(model: nn.Module) -> set[Tensor]:
 
 
 def value_dtype(module: nn.Module) -> torch.dtype:
-    """Returns the type in which the linears of a module read and give values where there is no autocast."""
+    """Returns the type in which the linears of a module read and give values without autocast."""
     packed: Any = next((each for each in module.modules() if is_four_bit(each)), None)
     return next(module.parameters()).dtype if packed is None else packed.value_dtype
 
 
 def matrix_sizes(model: nn.Module) -> dict[Tensor, int]:
-    """Returns the elements of every matrix of a model; those of a weight in 4 bits under its codes."""
+    """Returns the elements of every matrix of a model; a weight in 4 bits under its codes."""
     linears: list[Any] = [module for module in model.modules() if is_four_bit(module)]
     packed: dict[Tensor, int] = {linear.weight: linear.in_features * linear.out_features for linear in linears}
     scales = four_bit_weights(model) - packed.keys()
@@ -92,10 +92,10 @@ def _problems(model: Any) -> Iterator[str]:
 
 
 def open_four_bit(model: Any) -> None:
-    """Gives packed weights the shape of matrices, in place, and makes their scales parameters beside them.
+    """Gives packed weights the shape of matrices, in place, and makes their scales parameters of the same modules.
 
-    Scales that are in 8 bits themselves (`bnb_4bit_use_double_quant`) become what they stand for, in float32: their
-    own blocks lie across the rows. Adapters beside them refuse to be merged.
+    Scales that are in 8 bits themselves (`bnb_4bit_use_double_quant`) become float32 values: their own blocks lie
+    across the rows. Their adapters refuse to be merged.
     """
     for module in model.modules():
         if is_four_bit(getattr(module, "base_layer", None)):

@@ -177,7 +177,7 @@ def _problems_of_hooks(where: str, module: nn.Module) -> Iterator[str]:
 
 def _problems_of_forward(where: str, module: nn.Module, is_own: bool, kernels: bool) -> Iterator[str]:
     """Yields code in place of a `forward`: on the instance, in its class, or in a class of another package. `is_own`
-    says that the model's class is outside Transformers, so that the family declares the user's own code, and `kernels`
+    means that the model's class is outside Transformers, so that the family declares the user's own code, and `kernels`
     that Transformers was asked to use kernels of the Hub."""
     kind = type(module)
     named = f"{kind.__module__}.{kind.__qualname__}"
@@ -209,7 +209,7 @@ def _problems_of_forward(where: str, module: nn.Module, is_own: bool, kernels: b
 
 
 def forward_of(module: nn.Module) -> Any:
-    """Returns the function run by a call of a module, unbound where the function is a method of the class."""
+    """Returns the function run by a call of a module, unbound if the function is a method of the class."""
     return vars(module).get("forward", type(module).forward)
 
 

@@ -35,11 +35,11 @@ def registered_elsewhere() -> list[str]:
 
 
 def family_of(model: Any) -> Family:
-    """Returns the family of a model: the family declared for its class, or a derived family where no family is declared
+    """Returns the family of a model: the family declared for its class, or a derived family if no family is declared
     or the model contains code other than the declared code.
 
     Raises:
-        ValueError: the class is not declared and cannot be derived; says why, and how to declare a family.
+        ValueError: the class is not declared and cannot be derived; with the reason, and the way to declare a family.
     """
     # A subclass written by a user is run as its base; a subclass in Transformers is another model.
     kinds = type(model).__mro__[: 1 if type(model).__module__.startswith("transformers.") else None]
@@ -55,8 +55,8 @@ def family_of(model: Any) -> Family:
 
 
 _FAMILY = "family_of_helix"
-"""The attribute of a model for the family derived from it. The family refers to the model, so a dictionary beside it,
-even of weak references to models, would keep both for ever."""
+"""The attribute of a model for the family derived from it. The family refers to the model, so a dictionary outside of
+it, even of weak references to models, would keep both for ever."""
 
 
 def _derived(model: Any) -> Family:
@@ -77,5 +77,5 @@ def _derived(model: Any) -> Family:
 
 
 def _known(model: Any) -> Family | None:
-    """Returns the family that was derived from a model; None before, and for what is no model."""
+    """Returns the family that was derived from a model; None before, and for other objects than models."""
     return getattr(model, "__dict__", {}).get(_FAMILY)

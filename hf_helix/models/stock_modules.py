@@ -22,10 +22,10 @@ from hf_helix.operators.autograd_operator import has_hooks
 SILU = (SiLUActivation.forward, nn.SiLU.forward)
 
 RMS_NORM = LlamaRMSNorm.forward
-"""The function that many classes copy. Others differ: that of Gemma multiplies with 1 + weight."""
+"""The function that many classes copy. Others differ: Gemma's multiplies with 1 + weight."""
 
 DEVICES = {"cuda"}
-"""Devices for which torch has a fused kernel: 1 forward and 2 backward, where the modules launch 7 and 16. On a CPU it
+"""Devices for which torch has a fused kernel: 1 forward and 2 backward; the modules launch 7 and 16. On a CPU it
 computes the same steps as the modules, in another order."""
 
 
@@ -69,9 +69,9 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
 
     Args:
         q: queries [batch, heads, tokens, head_dim].
-        k: keys, likewise.
+        k: keys, of the same layout.
         cos: cosines [batch, tokens, head_dim].
-        sin: sines, likewise.
+        sin: sines, of the same layout.
     """
     if torch.compiler.is_compiling():  # the compiler fuses the plain code
         result: Pair = apply_rotary_pos_emb(q, k, cos, sin)

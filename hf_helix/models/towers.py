@@ -1,4 +1,4 @@
-"""Towers: models of images beside a language model, run by the model's own code between the lookup and the layers.
+"""Towers: models of images next to a language model, run by the model's own code between the lookup and the layers.
 
 In:   a model whose code looks tokens up, puts features of images in the places of some, and calls the decoder; batches
       with images, and the embeddings of this rank's tokens.
@@ -33,11 +33,11 @@ from hf_helix.operators.param_shard import COPIED
 logger = logging.getLogger(__name__)
 
 FEATURES = "features"
-"""The value [layers * tokens of this rank, batch, hidden] that is added to the hidden states behind the next layers, a
-part for each layer (deepstack); empty for text alone."""
+"""The value [layers * tokens of this rank, batch, hidden] that is added to the hidden states after the next layers, a
+part for each layer (deepstack); empty for text only."""
 
 IMAGES = "images"
-"""The side input with the images of a micro-batch; None for text alone."""
+"""The side input with the images of a micro-batch; None for text only."""
 
 REFUSED = dict.fromkeys(
     ("pixel_values_videos", "input_features", "input_values", "audio_values"),
@@ -57,7 +57,7 @@ DECODER_INPUTS = (
     *_OUTPUTS,
     "kwargs",
 )
-"""The arguments of a model of text alone: what it reads, and switches."""
+"""The arguments of a model of only text: its inputs, and switches."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ class Images:
 
 
 IMAGE_SIDE = 448
-"""Pixels of the side of a sample image, where the tower takes any size."""
+"""Pixels of the side of a sample image, if the tower takes any size."""
 
 
 class Towers:
@@ -90,9 +90,9 @@ class Towers:
         parameters: of the towers, and of the code between towers and decoder.
         modules: the modules that hold them.
         names: of the entries of a batch for images and their places.
-        problem: why images cannot be read; "" where they can.
-        are_deep: whether features are added behind the first layers, too.
-        deep_layers: how many layers these are, where the configuration tells; else 0.
+        problem: why images cannot be read; "" if they can.
+        are_deep: whether features are also added after the first layers.
+        deep_layers: the number of these layers, if the configuration has it; otherwise 0.
     """
 
     def __init__(self, base: Any, calls: LayerCalls) -> None:
@@ -145,8 +145,8 @@ class Towers:
             )
 
     def side_inputs(self, batch: Mapping[str, Any], cut: SequenceCut) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Returns the tensors of layers by name, of the full sequence, where they differ from those of text alone; and
-        the images of a micro-batch, with the masks of layers where the model's code makes masks of its own."""
+        """Returns the tensors of layers by name, of the full sequence, if they differ from a text's; and the images of
+        a micro-batch, with the masks of layers if the model's code makes masks of its own."""
         given, ids = self.given(batch), batch["input_ids"]
         side: dict[str, Any] = {IMAGES: None}
         if not given and (batch.get("attention_mask") is None or not self._counts_by_mask):
@@ -176,7 +176,7 @@ class Towers:
 
     @functools.cached_property
     def _counts_by_mask(self) -> bool:
-        """Whether the code around the decoder counts positions by the mask of text alone, too."""
+        """Whether the code around the decoder also counts positions by the mask for text without images."""
         if self._table.weight.is_meta:
             return False
         mask = torch.tensor([[0, 1, 1]], device=self._table.weight.device)
@@ -185,7 +185,7 @@ class Towers:
         try:
             with torch.no_grad():
                 positions = self._run(known, lambda *args, **kwargs: embeddings).get("position_ids")
-        except Exception as error:  # code that does not run on text alone
+        except Exception as error:  # code that does not run without images
             logger.debug("positions by the mask of text: the code around the decoder cannot run", exc_info=error)
         plain = torch.arange(3, device=mask.device)  # from another start they count the same
         return positions is not None and bool((positions - positions[..., :1] != plain).any())
@@ -195,7 +195,7 @@ class Towers:
     @property
     def work(self) -> float:
         """The elements of matrices that patches of images meet for each of their tokens in the text; a third for towers
-        that are not trained, which run forward alone."""
+        that are not trained, which run only forward."""
         tables = {module.weight for module in self.modules if isinstance(module, nn.Embedding)}
         matrices = (p for module in self.modules for p in module.parameters(recurse=False) if p.dim() > 1)
         size = sum(p.numel() for p in matrices if p not in tables)
@@ -239,8 +239,8 @@ class Towers:
         return float((batch["input_ids"] == getattr(config, "image_token_id", None)).float().mean())
 
     def features(self, images: Images) -> list[Tensor]:
-        """Returns the features of images [tokens of images, hidden]: those among the embeddings, and those of each
-        layer behind which more are added."""
+        """Returns the features of images [tokens of images, hidden]: the ones among the embeddings, and the ones added
+        after each layer."""
         found = self._outer.get_image_features(**images.given)
         each = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
         return [torch.cat([leaf.flatten(0, -2) for leaf in tree_leaves(value)]) for value in each]
@@ -248,8 +248,8 @@ class Towers:
     # -- the operator ----------------------------------------------------------------------------------------------
 
     def trace(self, opaque_calls: OpaqueCalls, decoder: Any, table: Any) -> None:
-        """Lets a skeleton of the model call its decoder with embeddings that have passed through an opaque call; finds
-        a problem where the embeddings are not those looked up.
+        """Makes a skeleton of the model call its decoder with embeddings that have passed through an opaque call; finds
+        a problem if the embeddings are not the looked-up ones.
 
         Args:
             opaque_calls: of the trace.
@@ -302,14 +302,14 @@ class Towers:
         )[0]
 
     def leave_idle(self, b: Builder) -> None:
-        """Places the towers where no operator reads them, frozen as in Transformers, where they get no gradient."""
+        """Places the towers that no operator reads, frozen as in Transformers, which gives them no gradient."""
         for parameter in self.parameters:
             parameter.requires_grad_(False)
         b.record_cut(self.parameters, COPIED)
 
     def _merge(self, x: Tensor, images: Images, rank: int) -> list[Tensor]:
-        """Returns the embeddings, and the features that are added behind the first layers, one after the other. On the
-        meta device, where ids have no values, features take the first places."""
+        """Returns the embeddings, and the features that are added after the first layers, one after the other. On the
+        meta device, whose ids have no values, features take the first places."""
         if x.is_meta:
             first, *deep = (each[: x[..., 0].numel()].to(x.dtype) for each in self.features(images))
             rest = x.flatten(0, 1)[len(first) :]
@@ -351,8 +351,9 @@ class Towers:
         return found
 
     def _features(self, found: Mapping[str, Any], further: Sequence[str]) -> list[Tensor]:
-        """Returns what the decoder's code adds to the hidden states behind the first layers [batch, sequence, hidden],
-        layer by layer. `further` names the decoder's arguments that images alone bring. Refuses code that does more."""
+        """Returns the values that the decoder's code adds to the hidden states after the first layers [batch, sequence,
+        hidden], layer by layer. `further` names the decoder's arguments that only images bring. Refuses code that does
+        more."""
         embeddings = found["inputs_embeds"]
         zeros, ones = torch.zeros_like(embeddings), torch.ones_like(embeddings)
         entered = self._entered(found, zeros)
@@ -377,7 +378,7 @@ class Towers:
 
     def _entered(self, given: Mapping[str, Any], left: Tensor) -> list[tuple[Tensor, list[Tensor]]]:
         """Runs the decoder's code with stubs for layers, which return `left`; returns for each layer the hidden states
-        that enter, and the tensors that the layer is given beside them."""
+        that enter, and the layer's further tensors."""
         entered: list[tuple[Tensor, list[Tensor]]] = []
         decoder = self._calls.decoder
 
@@ -410,7 +411,7 @@ def _parameters_of(module: nn.Module) -> list[str]:
 
 
 def _is_read_by_towers(value: Any) -> bool:
-    """Returns whether an entry of a batch is for towers alone, as pixels are; sizes and kinds of tokens are not."""
+    """Returns whether an entry of a batch is only for towers, as pixels are; sizes and kinds of tokens are not."""
     if isinstance(value, (list, tuple)):
         return any(map(_is_read_by_towers, value))
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1

@@ -1,7 +1,7 @@
 """GPT-2: learned positions, layer norms, `Conv1D` with queries, keys and values in one, biases, dropout.
 
 In:   `GPT2LMHeadModel`.
-Out:  14 forward operators a layer with tensor parallelism, 10 without; more where there is dropout.
+Out:  14 forward operators a layer with tensor parallelism, 10 without; more with dropout.
 Must hold: dropout is drawn for this rank's part of the sequence, or for its heads, so no two ranks draw the same.
 """
 

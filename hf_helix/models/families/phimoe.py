@@ -2,9 +2,9 @@
 
 In:   `PhimoeForCausalLM`, whose layers have a router and `experts` with 3-D weights.
 Out:  operators of the router, of the way to the experts and back, and of the experts (paper, section 6.2.3).
-Must hold: a token's experts and weights are those of the Transformers router (sparsemixer), which draws its second
+Must hold: a token's experts and weights come from the Transformers router (sparsemixer), which draws its second
 experts in training, also without jitter; its random numbers depend on the run's seed and the token's place only. The
-load-balancing loss is that of the whole micro-batch: its two sums over tokens and layers travel with the activations,
+load-balancing loss covers the whole micro-batch: its two sums over tokens and layers travel with the activations,
 and the head adds the loss (`models.graph.balance`).
 """
 
@@ -44,7 +44,7 @@ class Phimoe(Llama):
 
     def _route(self, b: Builder, layer: Any, h: str, balanced: bool) -> tuple[str, str, str, str | None]:
         """Declares the router of this rank's normed tokens [n, batch, hidden]; returns the tokens as experts get them,
-        their weights, their experts and, where a loss is balanced, the layer's part of the two sums."""
+        their weights, their experts and, if a loss is balanced, the layer's part of the two sums."""
         mlp, config = layer.mlp, layer.self_attn.config
         router, noise = mlp.router, mlp.input_jitter_noise
         meter = RouterMeter(config.num_local_experts, b.tp)
@@ -76,7 +76,7 @@ class Phimoe(Llama):
         return values.get("mlp.jittered", h), values["mlp.weights"], values["mlp.chosen"], values.get("mlp.balance")
 
     def balance(self, model: Any) -> Balance | None:
-        """Returns the load-balancing loss; None where the model's configuration asks for none."""
+        """Returns the load-balancing loss; None if the model's configuration asks for none."""
         config = model.config
         if not config.output_router_logits:
             return None

@@ -75,7 +75,7 @@ def like_embeddings(model: Any, ids: Tensor) -> Tensor:
 
 
 Heads = tuple[Tensor, ...]
-"""Queries, keys and values [batch, heads, tokens, head_dim], behind which a mask may stand."""
+"""Queries, keys and values [batch, heads, tokens, head_dim], perhaps followed by a mask."""
 
 FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 
@@ -208,7 +208,7 @@ def declare_attention(
         values: the outputs of the projections.
         side: the side inputs of `attention.heads`.
         uses: the submodules with parameters read by `attention.heads`, and single parameters.
-        cut: likewise, for parameters of which a rank holds the part of its heads.
+        cut: parameters of which a rank holds the part of its heads.
         name: the name of the operator.
 
     Returns:
@@ -252,7 +252,7 @@ def _shared_attention(
 ) -> str:
     """Adds causal attention over a sequence shared by context-parallel ranks, see
     `hf_helix.operators.attention.ring_attention`: of queries [batch, heads, tokens of this rank, head_dim] to keys and
-    values [2, batch, key-value heads, tokens of this rank, head_dim], where shorter values are filled up with zeros.
+    values [2, batch, key-value heads, tokens of this rank, head_dim], shorter values are filled up with zeros.
     `sinks` is one more logit for each of this rank's heads. Returns [tokens of this rank, batch, heads * length of
     values]."""
     outputs = ("attention.out", "attention.lse")

@@ -3,7 +3,7 @@
 In:   the logits of every layer's router, and the tokens that count.
 Out:  the value `balance` [1, 2, experts], the two sums of the layers so far, passed on with the activations; the loss
       with the load-balancing loss added.
-Must hold: equal to `load_balancing_loss_func` of Transformers over the full micro-batch, over tp and cp, too.
+Must hold: equal to `load_balancing_loss_func` of Transformers over the full micro-batch, also over tp and cp.
 """
 
 import inspect
@@ -116,7 +116,7 @@ class RouterRecord:
 
     Attributes:
         meter: adds up the figures.
-        choices: the number of a token's most probable experts that count as load; None where the loss is not balanced.
+        choices: the number of a token's most probable experts that count as load; None if the loss is not balanced.
         shows: whether the logits are a value of the graph, see `Graph.shown`.
     """
 
@@ -132,10 +132,10 @@ class RouterRecord:
         return [] if self.choices is None else [f"{name}.balance"]
 
     def keep(self, logits: Tensor | None, chosen: Tensor, side: Mapping[str, Any], is_training: bool) -> Tensors:
-        """Returns the two sums [1, 2, experts], or the logits; nothing where none of them is read.
+        """Returns the two sums [1, 2, experts], or the logits; nothing if none of them is read.
 
         Args:
-            logits: of the router for this rank's tokens [n * batch, experts]; None where the logits are not known.
+            logits: of the router for this rank's tokens [n * batch, experts]; None if the logits are not known.
             chosen: the chosen experts [n * batch, k].
             side: the side inputs of the micro-batch.
             is_training: whether figures are added up.
@@ -207,7 +207,7 @@ def _routers(module: nn.Module, path: str, recorders: list[Any]) -> Iterator[Rou
 
 
 def _difference_from(function: Any, balance: Balance) -> str:
-    """Returns how a function differs from the load-balancing loss of the operators, by a trial call; "" where equal."""
+    """Returns how a function differs from the load-balancing loss of the operators, by a trial call; "" if equal."""
     generator = torch.Generator().manual_seed(0)
     layers = [torch.randn(6, balance.num_experts, generator=generator) for _ in range(2)]
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])

@@ -42,7 +42,7 @@ class Builder:
     and take the name of an operator, `name`, and the names of its inputs. A single output has the operator's name.
 
     Args:
-        name: the name of the unit's graph; units of one name have equal graphs where equal parameters train.
+        name: the name of the unit's graph; units of one name have equal graphs if equal parameters train.
         label: the place of the unit in the model, for example "layers.3"; for messages and traces.
         sharing: the axes to cut the model over.
         repeats: whether units of this kind follow each other.
@@ -169,7 +169,7 @@ class Builder:
 
         Args:
             name: the name of the operator.
-            tensor_operator: the computation on tensors; says which weights are trained and whether it saves state.
+            tensor_operator: the computation on tensors, with its trained weights and saved state.
             reads: the names of the inputs.
             writes: the names of the outputs; None for one output with the operator's name.
             kind: the stream.
@@ -385,7 +385,7 @@ class Builder:
             embedding: the embedding.
             plain: whether the caller declares the extra computation of a subclass of `nn.Embedding` (a scale) by
                 operators after the lookup. Otherwise subclasses are refused.
-            change: returns the ids that are looked up, from those of the batch.
+            change: returns the looked-up ids, from the ids of the batch.
 
         Raises:
             ValueError: the embedding is of another class; or noise would be added before an operator after the lookup.
@@ -431,7 +431,7 @@ class Builder:
         return self.autograd(name, cross_entropy, value, side=("targets", "loss_scale"))
 
     def _defer_head(self, logits: str) -> HeadInTiles | None:
-        """Defers the linear of the head and a function behind it to a loss in tiles, and returns both; None where
+        """Defers the linear of the head and a function after it to a loss in tiles, and returns both; None if
         logits are made in another way."""
         written_by = {value: op for op in self._declared for value in op.writes}
         chain: list[str] = []
@@ -458,7 +458,7 @@ class Builder:
 
         Args:
             model: the full model.
-            below: the parameters of the other units; None for the head alone.
+            below: the parameters of the other units; None for only the head.
         """
         read = set(self._placements)
         head = model.get_output_embeddings()
@@ -554,7 +554,7 @@ def _linear(linears: Sequence[Unwrapped], adds_bias: bool = True) -> Linear:
         [linear.projection for linear in linears],
         adds_bias,
         transposed=any(linear.is_transposed for linear in linears),
-        # None where no linear has any: a step then looks none up.
+        # None if no linear has any: a step then looks none up.
         adapters=linears if any(linear.lora is not None for linear in linears) else (),
         copies=[copy for linear in linears for copy in linear.copies],
         four_bit=[linear.four_bit for linear in linears],

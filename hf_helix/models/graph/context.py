@@ -26,7 +26,7 @@ class ParallelContext:
     Attributes:
         tp: the ranks of tensor and sequence parallelism.
         cp: the ranks of context parallelism.
-        vocabulary: the ranks with slices of the vocabulary, if these are others than those of tp.
+        vocabulary: the ranks with slices of the vocabulary, if these are others than the ranks of tp.
         experts: the ranks that exchange tokens of experts: the ranks of expert parallelism and of tp together.
         cp_method, cp_recurrence: see `HelixConfig`.
         capacity_factor: `HelixConfig.expert_capacity_factor`.
@@ -56,7 +56,7 @@ class LossTweaks:
     """Additions of training arguments to the loss of every model; the stock Trainer adds them outside the model.
 
     Attributes:
-        label_smoothing: `TrainingArguments.label_smoothing_factor`; applies in evaluation, too.
+        label_smoothing: `TrainingArguments.label_smoothing_factor`; also applies in evaluation.
         neftune_alpha: `TrainingArguments.neftune_noise_alpha`; applies in training only.
         figures: whether entropy and accuracy are computed with the loss, see `cross_entropy`.
         ends_at_decoder: whether the last unit ends at the decoder's output, since the caller's own code computes the

@@ -60,7 +60,7 @@ class ExpertForm:
         up_bias: the name of the bias [experts, features] of the first linear; None for no bias.
         down_bias: the name of the bias [experts, hidden] of the second linear; None for no bias.
         is_transposed: whether weights are [experts, features in, features out] instead.
-        is_gated: whether the activation is `_apply_gate`, with half as many output features; otherwise `act_fn`.
+        is_gated: whether the activation is `_apply_gate`, with half the number of output features; otherwise `act_fn`.
         norm: the name of the norm of an expert's output; None for no norm.
     """
 

@@ -5,9 +5,9 @@ Out:  an operator for each mixer, with the segment before it; over a sequence sh
       convolution an all-gather of the few tokens before each part of the sequence (its halo); around a recurrence an
       all-to-all from parts of the sequence to shares of the heads or channels, and the way back.
 Must hold: a mixer sees the tokens of a row in their order; a recurrence, without the padding that makes the sequence
-divide, which stands behind all others. So the result is that of the unsplit model, wherever rows are padded or packed.
+divide, which stands after all others. So the result equals the unsplit model's, wherever rows are padded or packed.
 
-    convolution, 4 taps   ends [2 * 3 tokens of a rank, batch, channels] -> all-gather -> each part behind 3 tokens
+    convolution, 4 taps   ends [2 * 3 tokens of a rank, batch, channels] -> all-gather -> each part after 3 tokens
 
     operands [tokens of a rank, batch, heads] -> exchange -> [tokens of all ranks, batch, heads of a rank] -> mixer
     result   [tokens of a rank, batch, heads] <- exchange <- [tokens of all ranks, batch, heads of a rank] <-
@@ -53,7 +53,7 @@ class Mixers(ValueNames):
 
     def _shared_convolution(self, name: str, node: Node, call: MixerCall) -> str:
         """Declares a convolution over a sequence shared by ranks: each convolves its own tokens, each of its parts of
-        the sequence behind the tokens before."""
+        the sequence after the tokens before."""
         b, plan, cp, cut = self.b, self.plan, self.b.cp, SequenceCut.of(self.b.tp, self.b.cp)
         operands, like = args_of(node)[:2]
         value, weight = operands[like], operands[call.tensors.index(call.mixer.weight)]
@@ -199,8 +199,9 @@ def _fields(call: MixerCall) -> dict[str, Any]:
 
 
 def states_before(states: Tensor, size: int) -> list[Tensor]:
-    """Returns the states before the parts of a sequence, each [batch, heads, keys, values], from those of the parts in
-    order [parts, batch, heads, keys, values + keys], see `MixerCall.run_part`; `size` is the number of values."""
+    """Returns the states before the parts of a sequence, each [batch, heads, keys, values], from the states of the
+    parts in order [parts, batch, heads, keys, values + keys], see `MixerCall.run_part`; `size` is the number of
+    values."""
     own, kept = states.split((size, states.shape[-1] - size), -1)
     before = [torch.zeros_like(own[0])]
     for part in range(len(states) - 1):

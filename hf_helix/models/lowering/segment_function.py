@@ -278,7 +278,7 @@ class SegmentWriter:
         return made
 
     def _type(self, value: Any) -> Any:
-        """Returns a dtype, its least number, or a device of the trace as those of the first value with fractions; a
+        """Returns a dtype, its least number, or a device of the trace from the first value with fractions; a
         device, of any value."""
         is_least = isinstance(value, float) and value == LEAST
         if value is not DTYPE and value != META and not is_least:

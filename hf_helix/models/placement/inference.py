@@ -2,7 +2,7 @@
 
 In:   the trace of a decoder layer, of the embedding or of the head.
 Out:  `Placements`: the placement of every value, with the decisions on linears and parameters.
-Must hold: every linear is tried column-parallel first. Where an operation behind the linear cannot run on a share of
+Must hold: every linear is tried column-parallel first. If an operation after the linear cannot run on a share of
 the outputs, the linear runs replicated on the rank's sequence shard, and inference restarts. Every restart adds a
 decision, so inference ends:
 
@@ -90,7 +90,7 @@ def _gather_early(p: Placements) -> None:
 
 
 def _gather_once(p: Placements) -> None:
-    """Lets norms of one value read one gather of the value, where all readers of the norms need the full sequence."""
+    """Makes norms of one value read one gather of the value, if all readers of the norms need the full sequence."""
     for node in (p.trace.hidden, *p.trace.nodes):
         norms = [user for user in node.users if _is_gathered(p, user)]
         if len(norms) > 1:
@@ -166,7 +166,7 @@ def _attention(p: Placements, node: Node) -> ValuePlacement:
 
 
 def _place_mask(p: Placements, node: Node, mask: Node, heads: ValuePlacement) -> None:
-    """Lets a mask [batch, heads or 1, sequence, sequence] meet the heads of a rank."""
+    """Cuts a mask [batch, heads or 1, sequence, sequence] for the heads of a rank."""
     given = p.of(mask)
     if p.trace.shape(mask)[1] == 1 and given.dim is None:
         return
@@ -233,7 +233,7 @@ def _mixer(p: Placements, node: Node) -> ValuePlacement:
 
 
 def _meet(p: Placements, node: Node, value: Node, dim: int | None, share: ValuePlacement) -> None:
-    """Lets an operand of a mixer meet the share of heads or channels that decides the result."""
+    """Cuts an operand of a mixer to the share of heads or channels that decides the result."""
     given = p.of(value)
     if dim is None:
         if given.dim is not None:

@@ -3,7 +3,7 @@
 In:   an operation of a trace, and `Placements` with a placement for every operand.
 Out:  the placement of the result; or a decision (a linear is demoted, a parameter is cut), which raises `Restart`.
 Must hold: a rank's share consists of whole blocks; a slice inside a block asks for a block boundary at the slice. A
-full operand meets a share only where the rank's part of the operand is known: a parameter that is cut with the heads,
+full operand meets a share only if the rank's part of the operand is known: a parameter that is cut with the heads,
 or an entry that is repeated for the rank's share only. A decision is never taken back within the same demotions, so
 inference ends.
 """
@@ -84,7 +84,7 @@ class Placements:
         return replace(given, dim=dim, expanded=given.expanded if is_same else None)
 
     def join(self, operands: Sequence[Node]) -> str:
-        """Returns where a computation of several values runs: on the sequence shard or on the full sequence."""
+        """Returns the place of a computation of several values: on the sequence shard or on the full sequence."""
         forms = {self.of(value).where for value in operands}
         if forms <= {FREE}:
             return FREE
@@ -93,7 +93,7 @@ class Placements:
         return FULL if FULL in forms or of_all else SHARD
 
     def join_mixing(self, node: Node, mixes: bool) -> str:
-        """Returns where an operation runs: on the full sequence if it `mixes` tokens, or rows."""
+        """Returns the place of an operation: on the full sequence if it `mixes` tokens, or rows."""
         where = self.join(tensors_of(node))
         if not mixes:
             return where
@@ -341,7 +341,7 @@ def _pointwise(p: Placements, node: Node) -> ValuePlacement:
 
 
 def _fit(p: Placements, node: Node, value: Node, dim: int, share: ValuePlacement) -> None:
-    """Lets an operand that is full along a dimension meet a share of the dimension."""
+    """Cuts an operand that is full along a dimension to a share of the dimension."""
     if dim < 0 or p.trace.shape(value)[dim] == 1:
         return
     source, source_dim = parameter_of(p, value, dim)

@@ -35,7 +35,7 @@ class ValuePlacement:
         dim: the dimension of the rank's share; None for a value without a share.
         blocks: the lengths of the blocks along the dimension; each block is cut by itself.
         origins: the linears from which the share comes.
-        start: where the blocks begin among the output features of one linear; None where they no longer are these.
+        start: the first output feature of the blocks in one linear; None if they are no longer output features of it.
         expanded: a node that repeats a single entry along a dimension, and the dimension.
         is_summand: whether the value is the rank's part of a mean over features, to be summed over the ranks.
     """
@@ -88,7 +88,7 @@ class Restart(Exception):
 
 
 def where_reduced(placement: ValuePlacement) -> str:
-    """Returns where a value lies for its readers: partial sums are reduced and scattered first."""
+    """Returns the placement of a value for its readers: partial sums are reduced and scattered first."""
     return SHARD if placement.where == PARTIAL else placement.where
 
 
@@ -110,7 +110,7 @@ def is_canonical(trace: ModuleTrace, node: Node) -> bool:
 
 
 def features_of(trace: ModuleTrace, node: Node) -> tuple[Any, ...]:
-    """Returns the dimensions of a value that can lie between operators, without those of its tokens."""
+    """Returns the dimensions of a value that can lie between operators, without the dimensions of its tokens."""
     shape = trace.shape(node)
     return tuple(shape[2:] if shape[:2] == (BATCH, SEQUENCE) else shape[1:])
 

@@ -1,4 +1,4 @@
-"""The arguments of decoder layers beside the hidden states, recorded from the decoder's own forward.
+"""The arguments of decoder layers after the hidden states, recorded from the decoder's own forward.
 
 In:   a model whose layers are replaced by stubs while the decoder's `forward` runs.
 Out:  once, the arguments of every layer; later, for every micro-batch, the tensors among them (a rope of any kind).
@@ -50,8 +50,8 @@ class Enough(Exception):
 
 
 class _TakesFirst(Underivable):
-    """Refuses a decoder that takes the first of what a layer returns, of a stub's tensor the first row; a run with
-    stubs that return tuples may follow."""
+    """Raised if the decoder indexes a layer's output (`out[0]`), which takes the first row of a stub's tensor; a run
+    with stubs that return tuples may follow."""
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ class Decoder:
         holder: the submodule with the list of layers: `module`, or an encoder inside that takes hidden states.
         layers: the layers.
         prefix: the name of the list of layers in the model.
-        takes_first: whether the submodule takes the first of what a layer returns.
-        rest: what a layer returns behind the hidden states, where the submodule takes a pair of every layer: None, or
+        takes_first: whether the submodule takes the first of a layer's outputs.
+        rest: a layer's outputs after the hidden states, if the submodule takes a pair of every layer: None, or
             the description of a value that the next layer takes.
         masks: the context in which mask functions return what layers are handed: placeholders, or tensors.
 
-    `makes_masks` says whether masks are tensors, for layers that compute with them, instead of placeholders.
+    With `makes_masks`, masks are tensors, for layers that compute with them, instead of placeholders.
     """
 
     takes_first = False
@@ -124,7 +124,7 @@ class Decoder:
             for name, child in module.named_children()
             if isinstance(child, nn.ModuleList) and child and all(isinstance(x, LAYER_CLASS) for x in child)
         ]
-        if len(candidates) > 1 and hasattr(base, "get_decoder"):  # towers of images and sound have layers, too
+        if len(candidates) > 1 and hasattr(base, "get_decoder"):  # towers of images and sound also have layers
             text = {id(module) for module in base.get_decoder().modules()}
             candidates = [each for each in candidates if id(each[0]) in text]
         if len(candidates) != 1:
@@ -205,8 +205,8 @@ def changed_masks(change: Callable[[str, Callable[..., Any]], Callable[..., Any]
 
 
 def _making(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a mask function that makes a tensor, never None. On the meta device, where Transformers cannot look for
-    documents in positions, the tensor is that of a single document: only its shape is read."""
+    """Returns a mask function that makes a tensor, never None. On the meta device, on which Transformers cannot look
+    for documents in positions, the tensor is for a single document: only its shape is read."""
     skips = {"allow_is_causal_skip", "allow_is_bidirectional_skip"} & {*inspect.signature(function).parameters}
 
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -237,7 +237,7 @@ def _naming(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         by_positions = kwargs.get("position_ids") is not None
         if name == "create_recurrent_attention_mask" and not extra:
             return PaddingMask()
-        if name == "create_masks_for_generate" and not extra:  # text alone has no blocks of images in it
+        if name == "create_masks_for_generate" and not extra:  # text has no blocks of images in it
             return _masks_by_kind(config.get_text_config(), by_positions)
         if name not in _MASKS or extra:
             return OtherMask(f"{name}({', '.join(extra)})")
@@ -271,7 +271,7 @@ class Lookup(NamedTuple):
 
 def _count_positions(looked_up: Sequence[Lookup]) -> int | None:
     """Returns how many positions, from 0, have a row in every table of positions; None without such a table. On the
-    meta device, where ids have no values, a table of positions has a row for each token of the example."""
+    meta device, whose ids have no values, a table of positions has a row for each token of the example."""
     counts = []
     for ids, rows in looked_up:
         if ids.is_meta:
@@ -313,7 +313,7 @@ def count_seen(ids: Tensor, mask: Tensor | None) -> Tensor | None:
 
 
 def count_kept(ids: Tensor, mask: Tensor | None, pad: Any) -> Tensor:
-    """Returns positions behind `pad` that count the tokens other than `pad` [batch, sequence]; `pad` for these."""
+    """Returns positions after `pad` that count the tokens other than `pad` [batch, sequence]; `pad` for these."""
     kept = (ids != pad).long()
     return kept.cumsum(1) * kept + pad
 
@@ -327,7 +327,7 @@ def _are_equal(tensors: list[Tensor], others: list[Tensor]) -> bool:
 
 
 class LayerCalls:
-    """The arguments of all layers of a model; `makes_masks` and `rest` are those of `Decoder`.
+    """The arguments of all layers of a model; for `makes_masks` and `rest` see `Decoder`.
 
     Attributes:
         decoder: the submodule that calls the layers.
@@ -351,7 +351,7 @@ class LayerCalls:
             raise Underivable(
                 f"hidden_size_per_layer_input={width} gives every layer embeddings of its own, which is not built"
             )
-        self._makes_masks = makes_masks  # then code computes with positions, too, and each row has its own
+        self._makes_masks = makes_masks  # then code also computes with positions, and each row has its own
         self._table = base.get_input_embeddings()
         self._pad = getattr(base.config.get_text_config(), "pad_token_id", None)
         second, _ = self._record_either(EXAMPLE_BATCH + 1, EXAMPLE_LENGTH + 3)
@@ -366,7 +366,7 @@ class LayerCalls:
             for number in range(len(self.decoder.layers))
         ]
         if not self._is_empty:
-            _ = self.count  # refused here where it is not followed
+            _ = self.count  # refused here if it is not followed
 
     @functools.cached_property
     def count(self) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
@@ -385,7 +385,7 @@ class LayerCalls:
         """Records with stubs that return hidden states or, where the code takes the first of these, a tuple, or, where
         the code unpacks them, a pair; see `Decoder`.
 
-        The rows of a batch would be unpacked, too, if there were two.
+        The rows of a batch would be unpacked as well, if there were two.
         """
         try:
             return self._record(batch, length)
@@ -469,7 +469,7 @@ class LayerCalls:
 
     def _follow(self, ids: Tensor, mask: Tensor, ways: Sequence[Tensor | None]) -> list[list[Tensor]]:
         """Returns for each way to give positions the ids looked up in tables, and the tensors among the arguments of
-        layers. What layers are handed only where positions are given is used by nothing."""
+        layers. Arguments that appear only with explicit positions are ignored."""
         runs = [self._run(ids, positions, mask, by_ids=True) for positions in ways]
         leaves = [tree_leaves(list(calls.values())) for calls, _ in runs]
         known = [place for place, leaf in enumerate(leaves[0]) if isinstance(leaf, Tensor)]
@@ -479,7 +479,7 @@ class LayerCalls:
         ]
 
     def _places_of_mask(self) -> dict[int, list[int]]:
-        """Returns for each layer the places among its arguments where it is handed the mask of a batch itself."""
+        """Returns for each layer the places among its arguments that take the mask of a batch itself."""
         ids = torch.zeros((EXAMPLE_BATCH, EXAMPLE_LENGTH), dtype=torch.long, device=self._device)
         mask, calls = torch.ones_like(ids), dict[int, Any]()
         try:
@@ -518,7 +518,7 @@ class LayerCalls:
         Args:
             ids: the tokens [batch, sequence].
             positions: of the tokens [batch or 1, sequence].
-            mask: of hidden tokens, where masks are among these arguments.
+            mask: of hidden tokens, if masks are among these arguments.
         """
         if not self._wanted:
             return {}
@@ -533,7 +533,7 @@ class LayerCalls:
 
         Args:
             ids: the tokens [batch, sequence].
-            positions: the positions of the tokens; None for those of the decoder.
+            positions: the positions of the tokens; None for the decoder's own.
             mask: given to the decoder: masks of layers by kind, or a mask of more than tokens.
         """
         calls, _ = self._run(ids, positions, mask, with_masks=True)

@@ -2,7 +2,7 @@
 
 In:   a skeleton whose code calls the kernel functions of Transformers, or hides padding from a recurrence.
 Out:  a trace with a custom operator for each call, and a `MixerCall` that makes the call again on other tensors.
-Must hold: what runs is the function that stands in the model's file when the operator runs: kernels of fla, mamba-ssm,
+Must hold: the operator calls the function that stands in the model's file when it runs: kernels of fla, mamba-ssm,
 causal-conv1d and the Hub, or the code of Transformers. Values of a mixer have tokens first, [batch, sequence, ...].
 """
 
@@ -24,7 +24,7 @@ from hf_helix.models.alike import same_code
 from hf_helix.models.trace.opaque_calls import OPS, CallKind, OpaqueCalls, PaddingMask, names_of_code, replaced
 
 PACKAGES = ("flash-linear-attention", "fla-core", "mamba-ssm", "causal-conv1d", "kernels")
-"""The packages whose kernels Transformers calls where they are installed."""
+"""The packages whose kernels Transformers calls if they are installed."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Mixer:
             for a recurrence, whose results depend on all tokens before.
         returns_state: whether the function returns a pair of result and state.
         states: of a recurrence that is linear in its state [batch, heads, features of keys, features of values], the
-            arguments for the first state, and for whether the last state is returned; None where a state cannot be
+            arguments for the first state, and for whether the last state is returned; None if a state cannot be
             handed on.
     """
 
@@ -77,7 +77,7 @@ MIXERS = {
 """The kernel functions, by their names in the files of models."""
 
 SHORTCUTS = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
-"""Kernel functions over several modules at once. Models do without where they return None."""
+"""Kernel functions over several modules at once. Models do without if they return None."""
 
 
 @dataclass(frozen=True)
@@ -132,18 +132,18 @@ class MixerCall:
         return mixed.transpose(1, 2) if self.mixer.tokens_last else mixed
 
     def run_part(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what parts of sequences give, each by itself, and what they do to a state before them.
+        """Returns the results of parts of sequences, each by itself, and their maps of a state before them.
 
         Result and last state are linear in the first state, and features of values are independent of each other. So
-        one call with values of zero behind the values, whose first state is the identity, gives both.
+        one call with values of zero after the values, whose first state is the identity, gives both.
 
         Args:
             tensors: the operands with tokens first; every row is a part.
 
         Returns:
-            [rows, tokens, heads, values + keys]: the result from no state; then what a first state, on the right,
-            is multiplied by to be added to the result.
-            [rows, heads, keys, values + keys]: the last state, likewise.
+            [rows, tokens, heads, values + keys]: the result from no state; then the result that a first state, on the
+            right, is multiplied by to be added to the result. [rows, heads, keys, values + keys]: the last state, in
+            the same order.
         """
         assert self.mixer.states is not None
         given = dict(zip(self.tensors, tensors, strict=True))
@@ -217,7 +217,7 @@ def _as_operator(home: str, name: str, function: Callable[..., Any], opaque_call
 
 def hide_padding(value: Tensor, seen: Tensor | None, rank: int = 0) -> Tensor:
     """Returns a value [tokens of a rank, batch, ...] with zeros for hidden tokens; `seen` has 1 for visible and 0 for
-    hidden tokens [tokens of all ranks, batch], None where none is hidden."""
+    hidden tokens [tokens of all ranks, batch], None if none is hidden."""
     if seen is None:
         return value
     here = seen[rank * len(value) :][: len(value)]

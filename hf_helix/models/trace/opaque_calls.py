@@ -180,8 +180,8 @@ class OpaqueCalls:
         return len(self.opaque_calls) - 1
 
     def replace(self, skeleton: nn.Module, skip: Callable[[nn.Module], bool] = lambda module: False) -> None:
-        """Makes the submodules of a skeleton opaque, in place; those that `skip` is True of are left alone, with
-        everything inside."""
+        """Makes the submodules of a skeleton opaque, in place; submodules for which `skip` is True stay as they are,
+        with everything inside."""
 
         def visit(path: str, module: nn.Module) -> None:
             self._paths[id(module)] = path
@@ -249,7 +249,7 @@ class OpaqueCalls:
         return run
 
     def set_table(self, path: str, table: Any) -> None:
-        """Makes the lookups of an embedding opaque: its own, and those of all copies of `modules_to_save`."""
+        """Makes the lookups of an embedding opaque: its own, and the lookups of all copies of `modules_to_save`."""
         inside = unwrapped(table)
         copies = inside.copies if inside.wrapper is not None else ()
         self.table = path
@@ -316,7 +316,7 @@ class OpaqueCalls:
 
 
 def _number(data: Any, *args: Any, plain: Callable[..., Tensor] = torch.tensor, **options: Any) -> Tensor:
-    """Returns a tensor; of a number, by an operation that keeps the number on the meta device, too."""
+    """Returns a tensor; of a number, by an operation that also keeps the number on the meta device."""
     is_on_device = isinstance(data, float | int) and options.keys() == {"dtype", "device"}
     return torch.full((), data, **options) if is_on_device else plain(data, *args, **options)
 
@@ -357,8 +357,8 @@ def ropes_of(skeleton: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _rope_as_operator(function: Callable[..., Pair]) -> Callable[..., Pair]:
-    """Returns a rope that is one operation of the trace, with half as many kernels as the code of the model. Other
-    forms of the call (heads behind the tokens, parts of heads beside full cosines) are traced as the code."""
+    """Returns a rope that is one operation of the trace, with half the number of kernels of the model's code. Other
+    forms of the call (heads after the tokens, parts of heads with full cosines) are traced as the code."""
 
     def run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Pair:
         has_heads_first = not args and not kwargs and q.dim() == k.dim() == 4 and cos.dim() == sin.dim() == 3

@@ -2,7 +2,7 @@
 
 In:   a skeleton with opaque calls, and examples of its arguments.
 Out:  a `ModuleTrace`: the nodes in order, the descriptions of opaque calls, and numbers in place of symbolic sizes.
-Must hold: batch and sequence stay symbolic; head counts may be constants, and are rewritten where values are cut. Every
+Must hold: batch and sequence stay symbolic; head counts may be constants, and are rewritten if values are cut. Every
 rewrite is exact:
 
     slices and views without effect             -> removed
@@ -114,7 +114,7 @@ def _write_elsewhere(graph: Graph, node: Node) -> None:
     if plain is None or node.target is aten.copy_.default:
         return
     if any(f"aten.{part}." in str(getattr(node.args[0], "target", "")) for part in PARTS):
-        return  # the argument shares memory with another tensor, which is written, too
+        return  # the argument shares memory with another tensor, which is also written
     overload = target.name().partition(".")[2] or "default"
     if overload not in plain.overloads():
         return
@@ -131,7 +131,7 @@ def _write_elsewhere(graph: Graph, node: Node) -> None:
 
 
 def _put_before_view(graph: Graph, linear: Node) -> None:
-    """Moves a view from before a linear to behind the linear, if the view keeps the last dimension."""
+    """Moves a view from before a linear to after the linear, if the view keeps the last dimension."""
     view: Any = linear.args[0]
     if view.target not in VIEWS:
         return
@@ -157,8 +157,8 @@ def _show_behind(graph: Graph, node: Node, sources: Sequence[Node], view: Any, s
 
 
 def _put_before_views(graph: Graph, norm: Node) -> None:
-    """Moves views from before a gated norm to behind the norm, if they keep the last dimension and their arguments
-    have one shape, or one has heads side by side; views behind the norm then show the norm itself."""
+    """Moves views from before a gated norm to after the norm, if they keep the last dimension and their arguments have
+    one shape, or one has heads side by side; views after the norm then show the norm itself."""
     views: Any = norm.args[:2]
     if any(view.target not in VIEWS for view in views):
         return
@@ -228,7 +228,7 @@ TOKEN_POSITIONS = "token_positions"
 """The side input with the positions of tokens, for the embedding and the head."""
 
 SEEN = "seen"
-"""The side input with 1 for visible and 0 for hidden tokens, for recurrent layers; None where none is hidden."""
+"""The side input with 1 for visible and 0 for hidden tokens, for recurrent layers; None if none is hidden."""
 
 HANDED = "handed"
 """The value without gradient that a layer takes from the layer before, such as the indices of an indexer."""
@@ -260,7 +260,7 @@ class ComputesWithMask(Underivable):
 
 @dataclass(frozen=True)
 class Given:
-    """An argument of a layer beside the hidden states, such as a rope.
+    """An argument of a layer after the hidden states, such as a rope.
 
     Attributes:
         name: the name of the side input of a micro-batch.
@@ -336,7 +336,7 @@ class ModuleTrace:
         return self._is_read(name, self._differentiable)
 
     def _is_read(self, name: str, nodes: Collection[Node]) -> bool:
-        # The path of a call of attention is that of the calling module.
+        # A call of attention has the path of the calling module.
         called = [self.path_of(node) for node in nodes if self.kind_of(node) not in (None, CallKind.ATTENTION)]
         own = (self.attributes[node] for node in nodes if node in self.attributes)
         return name in own or any(name.startswith(f"{path}.") for path in called if path)
@@ -372,7 +372,7 @@ class ModuleTrace:
         return tuple(self.number(size) for size in node.meta["val"].shape)
 
     def size(self, size: Any, length: int) -> int:
-        """Returns a size that depends on the length of the sequence alone, as a number."""
+        """Returns a size that depends only on the length of the sequence, as a number."""
         return size if isinstance(size, int) else int(size.node.expr.subs({self.sequence: length}))
 
     def path(self, node: Node) -> str:
@@ -387,7 +387,7 @@ def _path_of(node: Node) -> str:
 
 
 def reached(starts: Iterable[Node], onward: Callable[[Node], Iterable[Node]]) -> dict[Node, None]:
-    """Returns nodes and all nodes behind them, as the keys of a dictionary: each once, depth first; `onward` gives the
+    """Returns nodes and all nodes after them, as the keys of a dictionary: each once, depth first; `onward` gives the
     next nodes of a node."""
     found: dict[Node, None] = {}
     waiting = [*starts][::-1]
@@ -486,7 +486,7 @@ def _trace_of(program: Any, opaque_calls: OpaqueCalls, given: Sequence[Given]) -
         where = _path_of(node) or "the layer"
         raise Underivable(f"{node.target} in {where} writes over a part of a tensor, which is not built")
     for node in nodes:
-        if _draws(node) and node.users:  # evaluation would draw, too, and recomputation anew
+        if _draws(node) and node.users:  # evaluation would draw as well, and recomputation anew
             raise Underivable(
                 f"{node.target.overloadpacket.__name__} in {_path_of(node) or 'the layer'} draws random numbers in "
                 "training, which is not built but for dropout; load the model with the option for it at 0, such as "
