@@ -1,0 +1,427 @@
+"""Rivals: whole training steps of HelixTrainer next to the libraries that a user would pick instead, on the CPU.
+
+Every contender trains the same Llama with the same weights, batches and AdamW in processes of its own, with one core
+and one thread each; rounds go through all contenders in turn, and in reverse the next time. A step is everything
+between two optimizer steps (batches, forward, backward, optimizer). The median step of the slowest rank counts, its
+first two steps do not; the table has the median over rounds, and the ratio is the median of the rounds' ratios.
+Memory is the peak of a process as the system counts it (without the peak before the first step), and the peak of live
+tensors in one further step, counted storage by storage. Losses of all steps are compared: a contender that computes
+another thing is an error.
+
+    python -m benchmarks.rivals
+    python -m benchmarks.rivals --microbatches 8 16 --only pp_size=2
+    python -m benchmarks.rivals --processes 4 --only pp_size=4 --microbatches 16
+"""
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.common import add_outputs, columns, facts, llama, options_of, save
+from benchmarks.ranks import Ranks
+
+LEARNING_RATE = 1e-4
+SKIPPED = 2  # steps of a run that do not count
+TOLERANCE = 2e-5  # of losses, relative
+
+
+class Pair(NamedTuple):
+    """A row of the table."""
+
+    ours: Mapping[str, Any]  # of `HelixConfig`
+    rival: str  # a key of `RIVALS`
+    processes: int  # 0 for the option's number
+
+    @property
+    def layout(self) -> str:
+        """The layout in words, such as `pp_size=2`."""
+        return ", ".join(f"{name}={value}" for name, value in self.ours.items()) or "dp"
+
+
+def pairs_of(processes: int) -> list[Pair]:
+    """The rows of the table for a number of processes."""
+    pipeline = {"pp_size": processes}
+    return [
+        Pair({"tp_size": 1}, "plain loop", 1),
+        Pair({}, "DDP", processes),
+        Pair({"shard_parameters": True}, "FSDP2", processes),
+        Pair(pipeline, "torch 1F1B", processes),
+        Pair(pipeline, "torch Interleaved1F1B", processes),
+        Pair(pipeline, "torch ZBV", processes),
+        Pair(pipeline, "torch DualPipeV", processes),
+        Pair({"tp_size": processes}, "native TP", processes),
+    ]
+
+
+def main() -> None:
+    sizes = {"hidden": 768, "layers": 8, "sequence": 256, "batch": 2, "vocabulary": 4096}
+    parser = options_of(__doc__, processes=2, **sizes, microbatches=[8], rounds=3, steps=5, timeout=900)
+    parser.add_argument("--only", nargs="+", help="parts of the names of the rows to run, such as pp_size=2")
+    parser.add_argument("--contender", help=argparse.SUPPRESS)  # of a rank: its run as JSON
+    add_outputs(parser)
+    options = parser.parse_args()
+    if options.contender:
+        run = json.loads(options.contender)
+        Ranks(run["processes"]).run(lambda given: work(given, run), options)
+        return
+    tables, results = [], []
+    for microbatches in options.microbatches:
+        rows = [each for each in pairs_of(options.processes) if is_asked(each, options.only)]
+        found = measure(rows, microbatches, options)
+        results.append({"microbatches": microbatches, "rows": found})
+        tables.append(describe(found, microbatches, options))
+        print("\n" + tables[-1], flush=True)
+    print("\n".join(f"{name}: {value}" for name, value in facts().items()))
+    save(options, "Rivals", __doc__, "\n\n".join(tables), results)
+
+
+def is_asked(pair: Pair, only: Sequence[str] | None) -> bool:
+    return not only or any(text in f"{pair.layout} {pair.rival}" for text in only)
+
+
+def measure(rows: Sequence[Pair], microbatches: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Runs every contender of the rows, round by round; returns the figures of each row."""
+    contenders: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        for name, spec in ((row.rival, {"rival": row.rival}), (f"hf_helix {row.layout}", {"helix": dict(row.ours)})):
+            contenders[name] = {**spec, "processes": row.processes, "microbatches": microbatches}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
+    for number in range(options.rounds):
+        for name in list(contenders) if number % 2 == 0 else list(reversed(contenders)):
+            runs[name].append(start(contenders[name], options))
+            print(f"round {number + 1}: {name}: {runs[name][-1]['seconds']:.3f} s a step", file=sys.stderr, flush=True)
+    return [figures(row, runs[f"hf_helix {row.layout}"], runs[row.rival]) for row in rows]
+
+
+def start(run: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Runs a contender in processes of its own; returns its figures."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "result.json")
+        ranks = Ranks(int(run["processes"]), seconds=options.timeout)
+        if ranks.start(["--contender", json.dumps({**run, "output": str(path)})]):
+            sys.exit(f"{run} has failed")
+        result: dict[str, Any] = json.loads(path.read_text())
+    return result
+
+
+def figures(row: Pair, ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures of a row: medians over rounds, and the largest difference of losses."""
+    losses = zip(ours[0]["losses"], theirs[0]["losses"], strict=True)
+    apart = max(abs(one - other) / abs(other) for one, other in losses)
+    if apart > TOLERANCE:
+        sys.exit(f"{row.layout} and {row.rival} have other losses: {ours[0]['losses']}, {theirs[0]['losses']}")
+
+    def ratio(name: str) -> float:
+        return statistics.median(one[name] / other[name] for one, other in zip(ours, theirs, strict=True))
+
+    medians = {
+        f"{who}_{name}": statistics.median(run[name] for run in runs)
+        for who, runs in (("ours", ours), ("rival", theirs))
+        for name in ("seconds", "process", "tensors")
+    }
+    ratios = {name: ratio(name) for name in ("seconds", "process", "tensors")}
+    return {"ours": row.layout, "rival": row.rival, "apart": apart, **medians, **ratios, "rounds": [ours, theirs]}
+
+
+def describe(rows: Sequence[Mapping[str, Any]], microbatches: int, options: argparse.Namespace) -> str:
+    """The table of one number of micro-batches."""
+    title = (
+        f"Llama: hidden {options.hidden}, {options.layers} layers, vocabulary {options.vocabulary}, rows of "
+        f"{options.sequence}; {microbatches} micro-batches of {options.batch} rows a process; medians of "
+        f"{options.rounds} rounds of {options.steps} steps"
+    )
+    header = ("ours", "rival", "ours s", "rival s", "time", "ours MB", "rival MB", "memory", "tensors", "losses apart")
+    cells = [
+        (
+            row["ours"],
+            row["rival"],
+            f"{row['ours_seconds']:.3f}",
+            f"{row['rival_seconds']:.3f}",
+            f"{row['seconds']:.2f}",
+            f"{row['ours_process'] / 1e6:.0f}",
+            f"{row['rival_process'] / 1e6:.0f}",
+            f"{row['process']:.2f}",
+            f"{row['tensors']:.2f}",
+            f"{row['apart']:.0e}",
+        )
+        for row in rows
+    ]
+    return f"{title}\n{columns(header, cells)}"
+
+
+# -- one contender, on a rank ----------------------------------------------------------------------------------------
+
+Step = Callable[[Sequence[Tensor]], float]
+"""Runs forward, backward and optimizer of a window, from the rows of its micro-batches; returns the mean loss."""
+
+
+def work(options: argparse.Namespace, run: Mapping[str, Any]) -> None:
+    """Trains as one rank, and writes the figures of all ranks."""
+    torch.manual_seed(0)
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM(
+        llama(options.hidden, options.layers, options.vocabulary, max_position_embeddings=options.sequence)
+    )
+    if "helix" in run:
+        seconds, losses, tensors = train_ours(model, run, options)
+    else:
+        batches = batches_of(options, run)
+        step = RIVALS[run["rival"]](model, run, options)
+        ends, losses = [], []
+        for window in itertools.islice(batches, options.steps + SKIPPED):
+            losses.append(mean_over_ranks(step(window), run))
+            ends.append(time.perf_counter())
+        seconds = [end - begin for begin, end in itertools.pairwise(ends)][SKIPPED - 1 :]
+        tensors = peak_of(lambda: step(next(batches)))
+    mine = statistics.median(seconds), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, tensors
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    slowest, process, live = (max(column) for column in zip(*gathered, strict=True))
+    if options.rank == 0:
+        result = {"seconds": slowest, "process": process, "tensors": live, "losses": losses}
+        Path(run["output"]).write_text(json.dumps(result))
+
+
+def rows_of(options: argparse.Namespace, count: int) -> Tensor:
+    """Random rows [count, sequence], the same on every rank."""
+    size = (count, options.sequence)
+    return torch.randint(options.vocabulary, size, generator=torch.Generator().manual_seed(1))
+
+
+def replicas_of(run: Mapping[str, Any]) -> int:
+    """The number of data-parallel ranks of a contender."""
+    return int(run["processes"]) if run.get("rival") in ("DDP", "FSDP2") else 1
+
+
+def batches_of(options: argparse.Namespace, run: Mapping[str, Any]) -> Iterator[list[Tensor]]:
+    """Yields the micro-batches of this rank, window by window, as the Trainer divides them over replicas."""
+    replicas, count = replicas_of(run), run["microbatches"]
+    rank = options.rank if replicas > 1 else 0
+    rows = rows_of(options, options.batch * replicas * count * (options.steps + SKIPPED + 1))
+    micro = rows.split(options.batch)
+    for begin in itertools.count(0, count * replicas):
+        yield [micro[place] for place in range(begin + rank, begin + count * replicas, replicas)]
+
+
+def mean_over_ranks(loss: float, run: Mapping[str, Any]) -> float:
+    if replicas_of(run) == 1:
+        return loss
+    total = torch.tensor(loss, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def peak_of(step: Callable[[], object]) -> int:
+    """The peak of live tensors in a step, without the ones of before; gradients are made anew in it."""
+    from hf_helix.measure.memory import LiveBytes
+
+    with LiveBytes() as tally:
+        step()
+    return tally.peak
+
+
+def train_ours(model: Any, run: Mapping[str, Any], options: argparse.Namespace) -> tuple[list[float], list[float], int]:
+    """Trains with HelixTrainer; returns the seconds of steps, all losses, and the peak of live tensors in one step."""
+    import transformers
+    from transformers import TrainerCallback, TrainingArguments
+    from transformers.trainer_callback import PrinterCallback
+
+    from hf_helix import HelixConfig, HelixTrainer
+
+    transformers.logging.set_verbosity_error()
+    ends: list[float] = []
+    losses: list[float] = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            ends.append(time.perf_counter())
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if "loss" in (logs or {}):
+                losses.append(float(logs["loss"]))
+
+    steps = options.steps + SKIPPED
+    replicas = run["processes"] // HelixConfig(**run["helix"]).ranks_per_batch
+    rows = rows_of(options, options.batch * replicas * run["microbatches"] * (steps + 1))
+    args = TrainingArguments(
+        tempfile.mkdtemp(),
+        max_steps=steps,
+        per_device_train_batch_size=options.batch,
+        gradient_accumulation_steps=run["microbatches"],
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        optim="adamw_torch_fused",
+        max_grad_norm=0.0,
+        train_sampling_strategy="sequential",
+        use_cpu=True,
+        save_strategy="no",
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    trainer = HelixTrainer(model=model, args=args, train_dataset=data, helix_config=HelixConfig(**run["helix"]))
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(Watch())
+    trainer.train()
+    seconds = [end - begin for begin, end in itertools.pairwise(ends)][SKIPPED - 1 :]
+    trainer.args.max_steps = 1
+    from hf_helix.measure.memory import LiveBytes
+
+    with LiveBytes() as tally:
+        trainer.train()
+    return seconds, losses[:steps], tally.peak
+
+
+# -- rivals ----------------------------------------------------------------------------------------------------------
+
+
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+
+
+def accumulating(model: Any, optimizer: torch.optim.Optimizer, sync: Callable[[bool], object]) -> Step:
+    """A plain loop over micro-batches; `sync` is called with whether the next backward pass is the last."""
+
+    def step(window: Sequence[Tensor]) -> float:
+        losses = []
+        for place, ids in enumerate(window, 1):
+            sync(place == len(window))
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss / len(window)
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(torch.stack(losses).sum())
+
+    return step
+
+
+def plain_loop(model: Any, run: Mapping[str, Any], options: argparse.Namespace) -> Step:
+    return accumulating(model, optimizer_of(model.parameters()), lambda is_last: None)
+
+
+def ddp(model: Any, run: Mapping[str, Any], options: argparse.Namespace) -> Step:
+    wrapped = nn.parallel.DistributedDataParallel(model)
+
+    def sync(is_last: bool) -> None:
+        wrapped.require_backward_grad_sync = is_last  # as `no_sync` does
+
+    return accumulating(wrapped, optimizer_of(model.parameters()), sync)
+
+
+def fsdp2(model: Any, run: Mapping[str, Any], options: argparse.Namespace) -> Step:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return accumulating(model, optimizer_of(model.parameters()), model.set_requires_gradient_sync)
+
+
+def native_tp(model: Any, run: Mapping[str, Any], options: argparse.Namespace) -> Step:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    folder = [tempfile.mkdtemp() if options.rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    if options.rank == 0:
+        model.save_pretrained(folder[0])
+    dist.barrier()
+    config = DistributedConfig(tp_size=dist.get_world_size())
+    model = AutoModelForCausalLM.from_pretrained(folder[0], distributed_config=config).train()
+    return accumulating(model, optimizer_of(model.parameters()), lambda is_last: None)
+
+
+class Stage(nn.Module):
+    """Layers of a Llama as a stage of torch's pipelining; the first has the embedding, the last the head."""
+
+    def __init__(self, model: Any, layers: range, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        decoder = model.model
+        self.embedding = decoder.embed_tokens if is_first else None
+        self.layers = nn.ModuleList(decoder.layers[place] for place in layers)
+        self.norm, self.head = (decoder.norm, model.lm_head) if is_last else (None, None)
+        self.rope = decoder.rotary_emb
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.embedding is not None:
+            hidden = self.embedding(hidden)
+        positions = torch.arange(hidden.shape[1]).unsqueeze(0)
+        rope = self.rope(hidden, positions)
+        for layer in self.layers:
+            hidden = layer(hidden, position_embeddings=rope, position_ids=positions)
+        return hidden if self.norm is None or self.head is None else self.head(self.norm(hidden))
+
+
+def pipeline(kind: str, chunks: int, is_folded: bool) -> Callable[[Any, Mapping[str, Any], argparse.Namespace], Step]:
+    """A schedule of `torch.distributed.pipelining`, with `chunks` stages a rank."""
+
+    def make(model: Any, run: Mapping[str, Any], options: argparse.Namespace) -> Step:
+        from torch.distributed import pipelining
+        from torch.distributed.pipelining import schedules
+
+        ranks, rank = dist.get_world_size(), options.rank
+        count = ranks * chunks
+        own = [rank, count - 1 - rank] if is_folded else list(range(rank, count, ranks))
+        bounds = [options.layers * place // count for place in range(count + 1)]
+        stages = []
+        for number in own:
+            part = Stage(model, range(bounds[number], bounds[number + 1]), number == 0, number == count - 1)
+            stages.append(pipelining.PipelineStage(part, number, count, torch.device("cpu")))
+
+        def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+        schedule = getattr(schedules, f"Schedule{kind}")(
+            stages if chunks > 1 else stages[0], run["microbatches"], loss_fn=loss_of
+        )
+        optimizer = optimizer_of([each for stage in stages for each in stage.submod.parameters()])
+        has_last, home = count - 1 in own, 0 if is_folded else ranks - 1
+        model.model.layers = None  # the stages hold the layers of this rank; the others are freed
+
+        def step(window: Sequence[Tensor]) -> float:
+            ids, losses = torch.cat(list(window)), list[Tensor]()
+            given = (ids,) if 0 in own else ()
+            schedule.step(*given, **({"target": ids, "losses": losses} if has_last else {}))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            loss = torch.stack(losses).mean().detach() if has_last else torch.zeros(())
+            dist.broadcast(loss, home)
+            return float(loss)
+
+        return step
+
+    return make
+
+
+RIVALS: Mapping[str, Callable[[Any, Mapping[str, Any], argparse.Namespace], Step]] = {
+    "plain loop": plain_loop,
+    "DDP": ddp,
+    "FSDP2": fsdp2,
+    "torch 1F1B": pipeline("1F1B", 1, is_folded=False),
+    "torch Interleaved1F1B": pipeline("Interleaved1F1B", 2, is_folded=False),
+    "torch ZBV": pipeline("ZBVZeroBubble", 2, is_folded=True),
+    "torch DualPipeV": pipeline("DualPipeV", 2, is_folded=True),
+    "native TP": native_tp,
+}
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    main()
