@@ -24,7 +24,7 @@ from torch.nn import functional
 from hf_helix.operators.base import Method, OperatorContext, TensorOperator, Tensors
 from hf_helix.operators.linears.accumulate import add_product, started_gradient
 from hf_helix.operators.linears.linear import Projection
-from hf_helix.operators.vocabulary.statistics import Tile, chunks, type_of_sums
+from hf_helix.operators.vocabulary.statistics import Tile, type_of_sums
 from hf_helix.planning.graph.operator import Part
 
 WHOLE, AT_MOST = 2**27, 8
@@ -84,13 +84,14 @@ def tiles_of_head(
         rows: the most rows of a tile.
         sums: take the gradients.
     """
-    for tokens in chunks(len(hidden), min(rows, len(weight)), hidden.device, TOKENS):
+    for start in range(0, max(1, len(hidden)), TOKENS):
+        tokens = slice(start, min(start + TOKENS, len(hidden)))
         values = hidden[tokens].to(dtype)
         for number, first in enumerate(range(0, len(weight), rows)):
             place = slice(first, min(first + rows, len(weight)))
             matrix, added = weight[place].to(dtype), None if bias is None else bias[place].to(dtype)
             take = partial(sums.add, tokens, place, values, matrix)
-            yield Tile(number, tokens, first, functional.linear(values, matrix, added), take)
+            yield Tile(number, tokens, first, functional.linear(values, matrix, added), take=take)
 
 
 class HeadInTiles:
@@ -156,7 +157,7 @@ class HeadInTiles:
         if self._change is None:
             return of_logits(products)
         with torch.enable_grad():
-            leaf = products.requires_grad_()
+            leaf = products.detach().requires_grad_()
             logits = self.logits(ctx, leaf)
         return torch.autograd.grad(logits, leaf, of_logits(logits.detach()))[0]
 

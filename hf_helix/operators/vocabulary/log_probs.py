@@ -28,11 +28,11 @@ from hf_helix.operators.vocabulary.statistics import (
     Tile,
     entropies,
     gradient,
+    hand_gradients,
     join,
-    joined_statistics,
     losses,
     statistics,
-    take_gradients,
+    statistics_of,
 )
 
 _NUMBERS = {"entropy": WEIGHTED, "log_sum_sq_probs": SQUARED, "mean_logits": PLAIN, "is_top1": RIGHT}
@@ -114,14 +114,14 @@ def vocab_log_probs(
     local = _Statistics.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, ids, axis, options)
     with torch.autocast(hidden.device.type, enabled=False):
         joined = [each.view(targets.shape) for each in join(all_gathered(local, axis))[0]]
-        known = [each.detach() for each in joined]
-        made: dict[str, Callable[[], Tensor]] = {
-            "entropy": lambda: entropies(joined),
-            "log_sum_sq_probs": lambda: known[SQUARED].log() - 2 * known[TOTAL].log(),
-            "mean_logits": lambda: known[PLAIN] / length,
-            "is_top1": lambda: known[RIGHT].bool(),
-        }
-        return LogProbs(-losses(joined), *(make() if name in options.outputs else None for name, make in made.items()))
+        known, wanted = [each.detach() for each in joined], options.outputs
+        return LogProbs(
+            -losses(joined),
+            entropies(joined) if "entropy" in wanted else None,
+            known[SQUARED].log() - 2 * known[TOTAL].log() if "log_sum_sq_probs" in wanted else None,
+            known[PLAIN] / length if "mean_logits" in wanted else None,
+            known[RIGHT].bool() if "is_top1" in wanted else None,
+        )
 
 
 class _Statistics(torch.autograd.Function):
@@ -142,7 +142,7 @@ class _Statistics(torch.autograd.Function):
         ctx.axis, ctx.options = axis, options
         with torch.autocast(kind, enabled=False):
             tiles = tiles_of_head(hidden, weight, bias, ctx.dtype, options.rows)
-            joined, totals = joined_statistics(tiles, ids, parts, options.statistics)
+            joined, totals = statistics_of(tiles, ids, parts, options.statistics)
         ctx.save_for_backward(hidden, weight, bias, ids, totals)
         return joined
 
@@ -164,7 +164,7 @@ class _Statistics(torch.autograd.Function):
 
         of_statistics = gradients[0][: 1 + WEIGHTED if WEIGHTED in options.wanted else len(LOSS)]
         with torch.autocast(hidden.device.type, enabled=False):
-            take_gradients(tiles(), ids, of_statistics, totals, options.of_products)
+            hand_gradients(tiles(), ids, of_statistics, totals, options.of_products)
         for wait in waits:
             wait()
         pairs = zip(made, operands, strict=True)

@@ -21,12 +21,12 @@ from hf_helix.operators.vocabulary.statistics import (
     RIGHT,
     entropies,
     gradient,
+    hand_gradients,
     join,
-    joined_statistics,
     losses,
     statistics,
-    take_gradients,
-    tiles_of_logits,
+    statistics_of,
+    whole_tile,
 )
 
 IGNORED = -100
@@ -79,10 +79,10 @@ class TokenStatistics(Computation):
         (value,), ids = inputs, self._ids(ctx)
         if (head := self._head(ctx)) is not None and ctx.saves_for_backward:
             of = lambda products, ids: self._statistics(head.logits(ctx, products), ids)  # noqa: E731
-            result, totals = joined_statistics(head.tiles(ctx, value), ids, head.parts(), of)
+            result, totals = statistics_of(head.tiles(ctx, value), ids, head.parts(), of)
         else:
             logits = value.reshape(-1, value.shape[-1])
-            result, totals = joined_statistics(tiles_of_logits(logits), ids, 1, self._statistics)
+            result, totals = statistics_of(whole_tile(logits), ids, 1, self._statistics)
         if ctx.saves_for_backward:
             ctx.saved = value, totals
         return (result.view(1, -1, *ctx.side["targets"].shape),)
@@ -92,14 +92,14 @@ class TokenStatistics(Computation):
         known = self._ids(ctx), gradients[0].squeeze(0).flatten(1)[: len(LOSS)], totals  # figures have no gradient
         if (head := self._head(ctx)) is None:
             result, logits = value if self.overwrites else torch.empty_like(value), value.reshape(-1, value.shape[-1])
-            take_gradients(tiles_of_logits(logits, result.view(logits.shape)), *known, self._gradient)
+            hand_gradients(whole_tile(logits, result.view(logits.shape)), *known, self._gradient)
             return (result,)
 
         def of(products: Tensor, ids: Tensor, factors: Tensor) -> Tensor:
             return head.of_products(ctx, products, partial(self._gradient, ids=ids, factors=factors))
 
         sums = head.sums(value)
-        take_gradients(head.tiles(ctx, value, sums), *known, of)
+        hand_gradients(head.tiles(ctx, value, sums), *known, of)
         assert sums.hidden is not None
         return (ctx.precision.cast_for_matmul(sums.hidden.to(value.dtype)).view_as(value),)
 

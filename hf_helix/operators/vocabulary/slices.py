@@ -22,15 +22,15 @@ from hf_helix.operators.param_shard import cut_bounds
 from hf_helix.operators.vocabulary.statistics import (
     LOSS,
     gradient,
+    hand_gradients,
     join,
-    joined_statistics,
     log_total,
     losses,
     places,
     statistics,
-    take_gradients,
-    tiles_of_logits,
+    statistics_of,
     type_of_sums,
+    whole_tile,
 )
 
 Change = Callable[[Tensor], Tensor]
@@ -194,8 +194,8 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, ids: Tensor) -> Tensor:
-        tiles = tiles_of_logits(local.reshape(-1, local.shape[-1]))
-        result, totals = joined_statistics(tiles, ids.reshape(-1), 1, partial(statistics, wanted=LOSS, masked=True))
+        tiles = whole_tile(local.reshape(-1, local.shape[-1]))
+        result, totals = statistics_of(tiles, ids.reshape(-1), 1, partial(statistics, wanted=LOSS, masked=True))
         ctx.save_for_backward(local, ids, totals)
         return result.view(-1, *ids.shape)
 
@@ -205,8 +205,8 @@ class _Statistics(torch.autograd.Function):
         local, ids, totals = ctx.saved_tensors
         logits, of_statistics = local.reshape(-1, local.shape[-1]), gradients[0].flatten(1)
         result = torch.empty_like(logits)
-        tiles, of = tiles_of_logits(logits, result), partial(gradient, masked=True)
-        take_gradients(tiles, ids.reshape(-1), of_statistics, totals, of)
+        tiles, of = whole_tile(logits, result), partial(gradient, masked=True)
+        hand_gradients(tiles, ids.reshape(-1), of_statistics, totals, of)
         return result.view(local.shape), None
 
 

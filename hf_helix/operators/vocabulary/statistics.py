@@ -19,8 +19,7 @@ the loss as it is.
 Losses read the first three, entropy and accuracy the next two. TOTAL, TARGET and WEIGHTED have a gradient.
 """
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -169,80 +168,91 @@ def entropies(joined: Sequence[Tensor]) -> Tensor:
     return log_total(joined) - joined[WEIGHTED] / joined[TOTAL]
 
 
-# -- in tiles -------------------------------------------------------------------------------------------------------
+# -- in tiles and chunks -------------------------------------------------------------------------------------------
 
 
 class Tile(NamedTuple):
-    """Some tokens and some rows of the logits. `number` counts the parts of the rows, `first` is the first row; logits
-    are made of `products` [tokens, rows], and `take` is called with the gradient of these."""
+    """Some tokens and some rows of the logits.
+
+    Attributes:
+        number: counts the parts of the rows.
+        tokens: the position of the tokens.
+        first: the first row.
+        products: logits, or what logits are made of [tokens, rows].
+        into: receives the gradient of the products; None for any memory, such as the products'.
+        take: called with the gradient of the products.
+    """
 
     number: int
     tokens: slice
     first: int
     products: Tensor
-    take: Callable[[Tensor], object]
+    into: Tensor | None = None
+    take: Callable[[Tensor], object] = lambda gradient: None
 
 
-def chunks(tokens: int, rows: int, device: torch.device, most: int = sys.maxsize) -> Iterator[slice]:
-    """Yields parts of some tokens with at most a chunk of logits each. Parts are even, so that a compiler sees one
-    shape, or two.
-
-    Args:
-        tokens: the number of tokens.
-        rows: the number of logits of a token.
-        device: of the logits.
-        most: the most tokens of a part.
-    """
-    most = max(1, min(most, CHUNK.get(device.type, CHUNK["cuda"]) // rows))
-    size = max(1, -(-tokens // max(1, -(-tokens // most))))
-    return (slice(start, min(start + size, tokens)) for start in range(0, max(1, tokens), size))
+def whole_tile(logits: Tensor, into: Tensor | None = None) -> list[Tile]:
+    """Returns all logits [tokens, rows] as the only tile."""
+    return [Tile(0, slice(0, len(logits)), 0, logits, into)]
 
 
-def tiles_of_logits(logits: Tensor, into: Tensor | None = None) -> Iterator[Tile]:
-    """Yields tiles with all rows of logits [tokens, rows], whose gradient goes into a tensor, perhaps the same."""
-    for tokens in chunks(len(logits), logits.shape[-1], logits.device):
-        yield Tile(0, tokens, 0, logits[tokens], (logits if into is None else into)[tokens].copy_)
+def _chunks(logits: Tensor) -> list[slice]:
+    """Returns chunks of the tokens; they are even, so that a compiler sees one shape, or two."""
+    tokens = len(logits)
+    count = -(-logits.numel() // CHUNK.get(logits.device.type, CHUNK["cuda"]))
+    size = max(1, -(-tokens // max(1, count)))
+    return [slice(start, min(start + size, tokens)) for start in range(0, max(1, tokens), size)]
 
 
-def joined_statistics(
+def statistics_of(
     tiles: Iterable[Tile], ids: Tensor, parts: int, of: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Returns the statistics [3 to 7, tokens] of this rank's rows, and every part's total as it counts there [parts,
+    """Returns the statistics of this rank's rows [3 to 7, tokens], and every part's total as it counts there [parts,
     tokens].
 
     Args:
-        tiles: see `Tile`.
+        tiles: of `parts` parts of the rows.
         ids: the targets [tokens], counted from the first of this rank's rows.
-        parts: the number of parts of the rows.
-        of: returns the statistics of products, for targets counted from their first row.
+        parts: see above.
+        of: `statistics` of products and targets.
     """
-    result = None
+    result: Tensor | None = None
     for tile in tiles:
-        values = of(tile.products, _ids_in(tile, ids))
-        result = values.new_empty((parts, len(values), len(ids))) if result is None else result
-        result[tile.number, :, tile.tokens] = values
+        inner = _ids_in(tile, ids)
+        for chunk in _chunks(tile.products):
+            values = of(tile.products[chunk], inner[chunk])
+            result = values.new_empty((parts, len(values), len(ids))) if result is None else result
+            result[tile.number, :, tile.tokens][:, chunk] = values
     assert result is not None
     return join(result) if parts > 1 else (result[0], result[:, TOTAL])
 
 
-def take_gradients(
+def hand_gradients(
     tiles: Iterable[Tile],
     ids: Tensor,
     of_statistics: Tensor,
     totals: Tensor,
     of: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> None:
-    """Hands the gradients of products to the tiles.
+    """Hands the gradients of their products to tiles.
 
     Args:
-        tiles, ids: see `joined_statistics`.
+        tiles, ids: see `statistics_of`.
         of_statistics: the gradient of the statistics [3 or more, tokens].
-        totals: from `joined_statistics`.
-        of: returns the gradient of products, for targets counted from their first row and for `factors_of`.
+        totals: from `statistics_of`.
+        of: `gradient` of products, targets and factors.
     """
     factors = [factors_of(of_statistics, part) for part in totals]
     for tile in tiles:
-        tile.take(of(tile.products, _ids_in(tile, ids), factors[tile.number][:, tile.tokens]))
+        inner, known, chunks = _ids_in(tile, ids), factors[tile.number][:, tile.tokens], _chunks(tile.products)
+        into = tile.products if tile.into is None else tile.into
+        for chunk in chunks:
+            part = of(tile.products[chunk], inner[chunk], known[:, chunk])
+            if tile.into is None and len(chunks) == 1:
+                into = part
+            else:
+                into[chunk] = part
+        tile.take(into)
 
 
 def _ids_in(tile: Tile, ids: Tensor) -> Tensor:
