@@ -125,7 +125,13 @@ class HeadInTiles:
         return -(-len(self.linear.weight) // ROWS)
 
     def tiles(self, ctx: OperatorContext, hidden: Tensor, sums: Sums = NO_SUMS) -> Iterator[Tile]:
-        """Returns the tiles of hidden states [..., hidden]."""
+        """Returns the tiles of a micro-batch.
+
+        Args:
+            ctx: of `TokenStatistics`.
+            hidden: [..., hidden].
+            sums: take the gradients.
+        """
         value = ctx.precision.cast_for_matmul(hidden).flatten(0, -2)
         weight, bias = (
             None if each is None else ctx.precision.weights.of((each,), value.dtype)

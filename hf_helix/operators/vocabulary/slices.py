@@ -73,8 +73,8 @@ class VocabDivision:
         return ids - self.bounds()[0]
 
     def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns each id's place in this rank's slice, and whether it lies there. An id outside of the vocabulary is
-        refused by `local` on a CPU; on a GPU, the kernel that reads the place fails, as in torch."""
+        """Returns each id's place in this rank's slice, and whether it lies there. For an id outside of the vocabulary
+        see `local`; on a GPU, the kernel that reads the place fails, as in torch."""
         place, inside = places(self.local(ids), self.size())
         return place.masked_fill((ids < 0) | (ids >= self.length), self.size()), inside
 
@@ -184,8 +184,8 @@ def total(value: Tensor, axis: Axis) -> Tensor:
 
 
 def upcast(value: Tensor) -> Tensor:
-    """Returns a value in a type that sums are exact enough in."""
-    return value.to(type_of_sums(value))
+    """Returns a value in a type that sums are exact enough in; integers as they are."""
+    return value.to(type_of_sums(value)) if value.is_floating_point() else value
 
 
 class _Statistics(torch.autograd.Function):
@@ -197,13 +197,13 @@ class _Statistics(torch.autograd.Function):
         tiles = whole_tile(local.reshape(-1, local.shape[-1]))
         result, totals = statistics_of(tiles, ids.reshape(-1), 1, partial(statistics, wanted=LOSS, masked=True))
         ctx.save_for_backward(local, ids, totals)
-        return result.view(-1, *ids.shape)
+        return result.view(len(result), *ids.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         local, ids, totals = ctx.saved_tensors
-        logits, of_statistics = local.reshape(-1, local.shape[-1]), gradients[0].flatten(1)
+        logits, of_statistics = local.reshape(-1, local.shape[-1]), gradients[0].reshape(len(LOSS), -1)
         result = torch.empty_like(logits)
         tiles, of = whole_tile(logits, result), partial(gradient, masked=True)
         hand_gradients(tiles, ids.reshape(-1), of_statistics, totals, of)
@@ -261,21 +261,20 @@ def loss_of_ids(
     log-probabilities, in fp32."""
     is_counted = target != ignore_index
     ids = target.masked_fill(~is_counted, 0)
-    of_classes = (
-        torch.ones(division.length, dtype=type_of_sums(local), device=local.device) if weight is None else weight
-    )
+    local_ids, even = division.local(ids), torch.ones(division.length, dtype=type_of_sums(local), device=local.device)
+    of_classes = even if weight is None else weight
     weights = of_classes.gather(0, ids).masked_fill(~is_counted, 0)  # on a GPU, refuses ids outside of the vocabulary
     if not of_logits:
         picked = gather_ids(upcast(local), ids.unsqueeze(-1), division).squeeze(-1)
         loss = -picked.masked_fill(~is_counted, 0) * weights
     else:
-        joined = whole_statistics(local, division.local(ids), division.axis)
+        local = upcast(local) if label_smoothing else local  # the sum of two gradients is rounded once
+        joined = whole_statistics(local, local_ids, division.axis)
         loss = losses(joined).masked_fill(~is_counted, 0) * weights
         if label_smoothing:
-            of_slice = total((upcast(local) * division.slice(of_classes)).sum(-1), division.axis)
-            sums = log_total(joined) * of_classes.sum() - of_slice
-            even = sums.masked_fill(~is_counted, 0) / division.length
-            loss = (1 - label_smoothing) * loss + label_smoothing * even
+            of_slices = total((local * division.slice(of_classes)).sum(-1), division.axis)
+            sums = (log_total(joined) * of_classes.sum() - of_slices).masked_fill(~is_counted, 0)
+            loss = (1 - label_smoothing) * loss + label_smoothing * sums / division.length
     if reduction == "none":
         return loss
     return loss.sum() / weights.sum() if reduction == "mean" else loss.sum()
