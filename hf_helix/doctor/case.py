@@ -47,7 +47,7 @@ class Case:
     offload: str | None = None  # as in `HelixConfig`
     spread_vocabulary: bool = False  # as in `HelixConfig`
     image_share: float = 0.0  # as in `HelixConfig`
-    whole_logits: bool = False  # of rivals: a loss is never computed in tiles, see `hf_helix.operators.vocab_tiles`
+    whole_logits: bool = False  # of rivals: a loss is never computed in tiles, see `hf_helix.operators.vocabulary.head`
     float8: str | None = None  # as in `HelixConfig`
 
     @property

@@ -42,8 +42,8 @@ from hf_helix.models.registry import family_of
 from hf_helix.models.towers import IMAGES
 from hf_helix.operators.moe import assuming
 from hf_helix.operators.unit import Unit
-from hf_helix.operators.vocab_pipeline import FIRST, NEXT, slice_buffers
-from hf_helix.operators.vocab_tiles import whole_logits
+from hf_helix.operators.vocabulary.head import whole_logits
+from hf_helix.operators.vocabulary.pipeline import FIRST, NEXT, slice_buffers
 from hf_helix.planning.plan.registry import baseline_plan
 from hf_helix.planning.schedule.placement import FRONT, REAR, split_layers, stage_ranks
 from hf_helix.planning.schedule.scheduler import Scheduler

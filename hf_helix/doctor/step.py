@@ -25,7 +25,7 @@ from hf_helix.doctor.memory import (
 from hf_helix.doctor.reductions import cast_seconds, with_reductions
 from hf_helix.doctor.window import Fidelity, WindowClock, schedule_of, usual_schedules
 from hf_helix.engine.build import FULL_GRADIENTS
-from hf_helix.operators.vocab_pipeline import slice_names
+from hf_helix.operators.vocabulary.pipeline import slice_names
 from hf_helix.planning.graph.backward import transfer_graphs
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan

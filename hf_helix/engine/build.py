@@ -30,7 +30,7 @@ from hf_helix.models.registry import family_of
 from hf_helix.operators.communication.collectives import MakeBuffers
 from hf_helix.operators.fused import kernels
 from hf_helix.operators.unit import Unit
-from hf_helix.operators.vocab_pipeline import slice_buffers, spread_units
+from hf_helix.operators.vocabulary.pipeline import slice_buffers, spread_units
 from hf_helix.operators.zero.zero1 import apply_zero1
 from hf_helix.operators.zero.zero3 import apply_zero3
 from hf_helix.planning.graph.recompute import NONE

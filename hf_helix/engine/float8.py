@@ -16,7 +16,7 @@ from hf_helix.operators.communication.collectives import AllGather
 from hf_helix.operators.linears.grouped_linear import GroupedLinear
 from hf_helix.operators.linears.linear import Linear
 from hf_helix.operators.unit import Unit
-from hf_helix.operators.vocab_tiles import Deferred
+from hf_helix.operators.vocabulary.head import Deferred
 
 LEAST_CAPABILITY = (8, 9)
 """The oldest compute capability with products in fp8: Ada (L40S, RTX 4090)."""

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from hf_helix.operators.attention.ring_attention import PADDING, parts_of, positions_of
 from hf_helix.operators.communication.transport import Axis
-from hf_helix.operators.vocab_parallel import IGNORED
+from hf_helix.operators.vocabulary.loss import IGNORED
 
 LOSS_ALONE = "loss_alone"
 """The key of a batch of which only the model's own loss is read. Outputs of attention at padding on the right are then

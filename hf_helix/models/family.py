@@ -28,7 +28,7 @@ from hf_helix.models.towers import Towers
 from hf_helix.operators.attention.ring_attention import ABSENT, DOCUMENTS, MASKED
 from hf_helix.operators.base import Tensors
 from hf_helix.operators.unit import Unit
-from hf_helix.operators.vocab_parallel import IGNORED
+from hf_helix.operators.vocabulary.loss import IGNORED
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph
 

@@ -15,7 +15,7 @@ from torch import nn
 from hf_helix.operators.communication.collectives import MakeBuffers, PipelineTransfer, transfer_unit
 from hf_helix.operators.param_shard import VOCABULARY, Placement
 from hf_helix.operators.unit import Unit
-from hf_helix.operators.vocab_pipeline import Elsewhere
+from hf_helix.operators.vocabulary.pipeline import Elsewhere
 from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.operators.zero.host_shard import HostShard
 from hf_helix.planning.graph.backward import OF_SLICES, SEND, GraphPair, transfer_graphs
@@ -141,7 +141,7 @@ def place_units(
 
     Args:
         units: of the whole model: the embedding, the layers, the head; on the placement `spread` with slices of the
-            embedding and of the head, see `hf_helix.operators.vocab_pipeline`.
+            embedding and of the head, see `hf_helix.operators.vocabulary.pipeline`.
         pipe: the ranks of the pipeline; by default a single rank.
         make_buffers: allocates the buffers for receives from other ranks.
         placement: `fold`, `linear` or `spread`, see `hf_helix.planning.schedule.placement`.

@@ -12,7 +12,7 @@ from support import jobs
 from support.derived_models import HOME
 from support.marks import slow
 
-from hf_helix.operators import vocab_tiles
+from hf_helix.operators.vocabulary import head as vocab_tiles
 
 TIED = {"tie_word_embeddings": True}
 GEMMA = {"family": f"{HOME}gemma2"}  # has a softcap

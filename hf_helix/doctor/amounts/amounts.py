@@ -20,7 +20,7 @@ from hf_helix.doctor.amounts.meter import FusedKernels, Kernel, Meter, Transfer
 from hf_helix.operators.base import TransferFn
 from hf_helix.operators.communication.transport import Axis, ReplicaAxes, TransportByName, bytes_moved
 from hf_helix.operators.param_shard import EXPERTS, VOCABULARY
-from hf_helix.operators.vocab_pipeline import FIRST, NEXT
+from hf_helix.operators.vocabulary.pipeline import FIRST, NEXT
 from hf_helix.operators.zero.host_shard import HostLink
 from hf_helix.operators.zero.zero1 import Zero1FlatParameter, apply_zero1
 from hf_helix.planning.graph.operator import Kind

@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_map
 
 from hf_helix.models import stock_modules
 from hf_helix.models.trace.mixers import MixerCall
-from hf_helix.operators import vocab_tiles
 from hf_helix.operators.fused import kernels
 from hf_helix.operators.linears import accumulate
+from hf_helix.operators.vocabulary import statistics
 
 _UNRULED = torch.ops.aten.addmm.dtype_out, torch.ops.aten.baddbmm.dtype_out
 """Operators that write to `out` and raise on the meta device: the first in torch 2.11, the second up to 2.13."""
@@ -426,11 +426,11 @@ def meta_as(backend: str) -> Iterator[None]:
     on_gpu = (stock_modules.DEVICES, accumulate.DEVICES, kernels.DEVICES) if backend == "nccl" else ()
     for devices in on_gpu:
         devices.add("meta")
-    vocab_tiles.CHUNK["meta"] = vocab_tiles.CHUNK["cuda" if on_gpu else "cpu"]
+    statistics.CHUNK["meta"] = statistics.CHUNK["cuda" if on_gpu else "cpu"]
     try:
         yield
     finally:
-        del vocab_tiles.CHUNK["meta"]
+        del statistics.CHUNK["meta"]
         for devices in on_gpu:
             devices.discard("meta")
 

@@ -23,7 +23,7 @@ from hf_helix.models.causal_lm import has_towers, is_stock
 from hf_helix.models.copies import copy_module
 from hf_helix.models.model_code import has_stock_loss
 from hf_helix.models.trace.calls import Decoder
-from hf_helix.operators.vocab_parallel import IGNORED
+from hf_helix.operators.vocabulary.loss import IGNORED
 
 Batch = dict[str, Tensor]
 

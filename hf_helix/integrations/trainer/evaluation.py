@@ -16,7 +16,7 @@ from hf_helix.integrations.accelerate.loop import gather_samples
 from hf_helix.integrations.trainer.checks import check_evaluation, check_overrides
 from hf_helix.integrations.trainer.stock import TrainerAttributes
 from hf_helix.integrations.upstream import overrides
-from hf_helix.operators.vocab_logits import VocabLogits
+from hf_helix.operators.vocabulary.logits import VocabLogits
 from hf_helix.runtime.distributed.agreement import agree_on_action
 from hf_helix.runtime.failures.heartbeat import watched
 

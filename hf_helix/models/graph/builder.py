@@ -26,8 +26,9 @@ from hf_helix.operators.linears.linear import Linear, Projection
 from hf_helix.operators.moe import RouterMeter
 from hf_helix.operators.param_shard import COPIED, COPIED_SUMMED, CUT_DIM_0, CUT_DIM_1, Placement, cut_bounds
 from hf_helix.operators.unit import Unit
-from hf_helix.operators.vocab_parallel import TokenStatistics, cross_entropy, lookup, noisy
-from hf_helix.operators.vocab_tiles import Deferred, HeadInTiles
+from hf_helix.operators.vocabulary.head import Deferred, HeadInTiles
+from hf_helix.operators.vocabulary.lookup import lookup, noisy
+from hf_helix.operators.vocabulary.loss import TokenStatistics, cross_entropy
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
 
 Used = nn.Module | nn.Parameter

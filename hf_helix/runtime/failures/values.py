@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_helix.operators.vocab_parallel import IGNORED
+from hf_helix.operators.vocabulary.loss import IGNORED
 from hf_helix.runtime.distributed.agreement import gather_numbers
 from hf_helix.runtime.distributed.mesh import rank
 

@@ -16,12 +16,12 @@ from trl.trainer import utils as trl_utils
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
 from hf_helix.integrations.trainer.references import cut_fused_head
-from hf_helix.operators import vocab_logits
 from hf_helix.operators.communication.transport import Axis, GlooTransport
 from hf_helix.operators.param_shard import Placement, cut_bounds
-from hf_helix.operators.vocab_log_probs import HeadOptions, vocab_log_probs
-from hf_helix.operators.vocab_logits import VocabLogits, divided_logits, summed_gradient
-from hf_helix.operators.vocab_slices import sliced_linear
+from hf_helix.operators.vocabulary import logits as vocab_logits
+from hf_helix.operators.vocabulary.log_probs import HeadOptions, vocab_log_probs
+from hf_helix.operators.vocabulary.logits import VocabLogits, divided_logits, summed_gradient
+from hf_helix.operators.vocabulary.slices import sliced_linear
 from hf_helix.runtime.division import Division
 
 VOCABULARY, HIDDEN, ROWS, LENGTH = 131, 16, 2, 7

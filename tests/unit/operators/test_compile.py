@@ -15,7 +15,8 @@ from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
 from hf_helix.operators import autograd_operator
-from hf_helix.operators.vocab_parallel import CHUNK, TokenStatistics
+from hf_helix.operators.vocabulary.loss import TokenStatistics
+from hf_helix.operators.vocabulary.statistics import CHUNK
 from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.profile import rough_profile

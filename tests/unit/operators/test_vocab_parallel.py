@@ -13,10 +13,11 @@ from torch.nn import functional
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_helix.operators import vocab_parallel
 from hf_helix.operators.base import OperatorContext, explicit_gradients
 from hf_helix.operators.param_shard import cut_bounds
-from hf_helix.operators.vocab_parallel import IGNORED, TokenStatistics, cross_entropy, embedding
+from hf_helix.operators.vocabulary.lookup import embedding
+from hf_helix.operators.vocabulary.loss import IGNORED, TokenStatistics, cross_entropy
+from hf_helix.operators.vocabulary.statistics import CHUNK
 
 SIZES = [1, 2, 3, 5]
 VOCABULARY, SEQUENCE, BATCH = 23, 11, 3  # 23 divides by no size but 1
@@ -72,7 +73,7 @@ def in_slices(
 @pytest.mark.parametrize("chunk", [2**20, 30])
 def test_entropy_and_accuracy(size: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the same loss. Of two largest logits, the first is the prediction."""
-    monkeypatch.setitem(vocab_parallel.CHUNK, "cpu", chunk)
+    monkeypatch.setitem(CHUNK, "cpu", chunk)
     logits, labels = logits_and_labels(scale=3.0)
     largest = logits[:, :-1].max(-1)
     labels[:, 1::2] = largest.indices[:, ::2]
@@ -103,7 +104,7 @@ def test_chunks_and_memory(dtype: torch.dtype, smoothing: float, monkeypatch: py
     """Token by token the bits are the same; in fp32 there is a chunk, and the gradient may take the logits' place."""
     logits, labels = logits_and_labels(dtype, scale=3.0)
     loss, gradient = in_slices(logits, labels, 1, smoothing)
-    monkeypatch.setitem(vocab_parallel.CHUNK, "cpu", 4 * VOCABULARY)
+    monkeypatch.setitem(CHUNK, "cpu", 4 * VOCABULARY)
     for overwrites in (False, True):
         with Largest(torch.float32) as largest:
             result = in_slices(logits, labels, 1, smoothing, overwrites)

@@ -12,7 +12,7 @@ from hf_helix.models.graph.context import ParallelContext
 from hf_helix.operators.base import OperatorContext
 from hf_helix.operators.communication.collectives import PipelineTransfer
 from hf_helix.operators.communication.transport import Axis, SilentTransport
-from hf_helix.operators.vocab_pipeline import slice_buffers, spread_units
+from hf_helix.operators.vocabulary.pipeline import slice_buffers, spread_units
 from hf_helix.planning.graph.backward import RECEIVE, SEND
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.schedule.placement import FOLD, LINEAR, SPREAD

@@ -1,19 +1,20 @@
 """A head in tiles of tokens and rows: logits of one tile at a time.
 
-In:   hidden states, and this rank's rows of the head.
-Out:  tiles, and their products; for `TokenStatistics` also what follows the products, and the gradients.
+In:   hidden states, equal on all ranks of the cut, and this rank's rows of the head.
+Out:  statistics of the logits, joined over the tiles of this rank; the gradients of hidden states and head.
 Must hold: the results are those of whole logits, in the same types, but for the order of sums in fp32.
 
 The loss of a micro-batch with more logits on a rank than a limit (`HeadInTiles.is_used`) is computed in tiles: the
-linear of the head, and element-wise functions of logits behind it, hand their input on to `TokenStatistics`
-(`Deferred`), which multiplies. Backward multiplies once more, a third more work in the head: with what a rank knows in
-forward, it cannot make the gradient of the weights, which depends on the exponentials of other ranks. Forward alone, as
-in evaluation, has whole logits, which predictions read.
+linear of the head, and an element-wise function of its outputs, hand their input on to `TokenStatistics` (`Deferred`),
+which multiplies. Backward multiplies once more, a third more work in the head: with what a rank knows in forward, it
+cannot make the gradient of the weights, which depends on the exponentials of other ranks. Forward alone, as in
+evaluation, has whole logits, which predictions read.
 """
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,11 +24,8 @@ from torch.nn import functional
 from hf_helix.operators.base import Method, OperatorContext, TensorOperator, Tensors
 from hf_helix.operators.linears.accumulate import add_product, started_gradient
 from hf_helix.operators.linears.linear import Projection
+from hf_helix.operators.vocabulary.statistics import Tile, type_of_sums
 from hf_helix.planning.graph.operator import Part
-
-CHUNK = {"cpu": 2**20, "cuda": 2**26}
-"""The most logits computed in fp32 at a time. On CUDA 256 MiB, which is 512 tokens of 128 thousand rows, so that
-kernels are few; on a CPU 4 MiB, which stay in its caches."""
 
 WHOLE, AT_MOST = 2**27, 8
 """The most logits of a micro-batch that a rank keeps whole where layers are recomputed: 256 MiB in bf16; and times as
@@ -48,32 +46,52 @@ def whole_logits() -> Iterator[None]:
         WHOLE = before
 
 
-class Tile(NamedTuple):
-    """Some tokens and some rows of the head: positions, and the operands of their product. `number` counts the parts of
-    the rows."""
+class Sums(NamedTuple):
+    """Tensors that take the gradients of a head: hidden states [tokens, hidden], weight, bias; None for none."""
 
-    number: int
-    tokens: slice
-    rows: slice
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
 
-    def products(self) -> Tensor:
-        """Returns the products of hidden states and rows [tokens, rows], in their type."""
-        return functional.linear(self.hidden, self.weight, self.bias)
+    def add(self, tokens: slice, rows: slice, hidden: Tensor, weight: Tensor, of_products: Tensor) -> None:
+        """Adds the gradients of a tile.
+
+        Args:
+            tokens, rows: the position of the tile.
+            hidden, weight: the operands of its product.
+            of_products: [tokens, rows].
+        """
+        if self.hidden is not None:
+            add_product(self.hidden[tokens], of_products, weight)
+        if self.weight is not None:
+            add_product(self.weight[rows], of_products.t(), hidden)
+        if self.bias is not None:
+            self.bias[rows] += of_products.sum(0, dtype=self.bias.dtype)
 
 
-def tiles_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, rows: int) -> Iterator[Tile]:
-    """Yields tiles of at most `TOKENS` tokens of hidden states [tokens, hidden], and of at most `rows` rows of a head
-    [rows, hidden], with operands in a type."""
-    for start in range(0, len(hidden), TOKENS):
+NO_SUMS = Sums()
+
+
+def tiles_of_head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, rows: int, sums: Sums = NO_SUMS
+) -> Iterator[Tile]:
+    """Yields tiles of at most `TOKENS` tokens; tiles of the same tokens in the order of their rows.
+
+    Args:
+        hidden: [tokens, hidden].
+        weight, bias: this rank's rows [rows, hidden] and [rows]; the bias may be None.
+        dtype: of the products.
+        rows: the most rows of a tile.
+        sums: take the gradients.
+    """
+    for start in range(0, max(1, len(hidden)), TOKENS):
         tokens = slice(start, min(start + TOKENS, len(hidden)))
         values = hidden[tokens].to(dtype)
         for number, first in enumerate(range(0, len(weight), rows)):
             place = slice(first, min(first + rows, len(weight)))
-            added = None if bias is None else bias[place].to(dtype)
-            yield Tile(number, tokens, place, values, weight[place].to(dtype), added)
+            matrix, added = weight[place].to(dtype), None if bias is None else bias[place].to(dtype)
+            take = partial(sums.add, tokens, place, values, matrix)
+            yield Tile(number, tokens, first, functional.linear(values, matrix, added), take=take)
 
 
 class HeadInTiles:
@@ -102,15 +120,31 @@ class HeadInTiles:
         """Returns whether a micro-batch with backward has too many logits to keep."""
         return int(ctx.side["targets"].numel()) * len(self.linear.weight) > self._factor * WHOLE
 
-    def tiles(self, ctx: OperatorContext, hidden: Tensor) -> Iterator[Tile]:
-        """Yields the tiles of hidden states [..., hidden]."""
+    def parts(self) -> int:
+        """Returns the number of parts of this rank's rows."""
+        return -(-len(self.linear.weight) // ROWS)
+
+    def tiles(self, ctx: OperatorContext, hidden: Tensor, sums: Sums = NO_SUMS) -> Iterator[Tile]:
+        """Returns the tiles of a micro-batch.
+
+        Args:
+            ctx: of `TokenStatistics`.
+            hidden: [..., hidden].
+            sums: take the gradients.
+        """
         value = ctx.precision.cast_for_matmul(hidden).flatten(0, -2)
         weight, bias = (
             None if each is None else ctx.precision.weights.of((each,), value.dtype)
             for each in (self.linear.weight, self.linear.bias)
         )
         assert weight is not None
-        return tiles_of(value, weight, bias, value.dtype, ROWS)
+        return tiles_of_head(value, weight, bias, value.dtype, ROWS, sums)
+
+    def sums(self, hidden: Tensor) -> Sums:
+        """Returns zeros for the gradient of hidden states [..., hidden], and the gradients of the parameters."""
+        own = (self.linear.weight, self.linear.bias)
+        trained = [started_gradient(each) if each is not None and each.requires_grad else None for each in own]
+        return Sums(torch.zeros_like(hidden, dtype=type_of_sums(hidden)).flatten(0, -2), *trained)
 
     def logits(self, ctx: OperatorContext, products: Tensor) -> Tensor:
         """Returns the logits [tokens, rows] of products."""
@@ -129,27 +163,9 @@ class HeadInTiles:
         if self._change is None:
             return of_logits(products)
         with torch.enable_grad():
-            leaf = products.requires_grad_()
+            leaf = products.detach().requires_grad_()
             logits = self.logits(ctx, leaf)
         return torch.autograd.grad(logits, leaf, of_logits(logits.detach()))[0]
-
-    def new_gradient(self, hidden: Tensor) -> Tensor:
-        """Returns zeros for the gradient of hidden states [tokens, hidden], in a type for sums."""
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        return torch.zeros_like(hidden, dtype=dtype).flatten(0, -2)
-
-    def add_gradients(self, tile: Tile, of_products: Tensor, of_hidden: Tensor) -> None:
-        """Adds to the gradients of the hidden states [tokens, hidden], and of the parameters.
-
-        Args:
-            of_products: the gradient of the tile's products [tokens, rows].
-        """
-        add_product(of_hidden[tile.tokens], of_products, tile.weight)
-        weight, bias = self.linear.weight, self.linear.bias
-        if weight.requires_grad:
-            add_product(started_gradient(weight)[tile.rows], of_products.t(), tile.hidden)
-        if bias is not None and bias.requires_grad:
-            started_gradient(bias)[tile.rows] += of_products.sum(0, dtype=bias.dtype)
 
 
 class Deferred(TensorOperator):

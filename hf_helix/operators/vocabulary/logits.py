@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.torch_functions import is_elementwise, is_in_place, map_tensors
-from hf_helix.operators.vocab_slices import (
+from hf_helix.operators.vocabulary.slices import (
     VocabDivision,
     all_gathered,
     extreme_ids,

@@ -25,7 +25,7 @@ from hf_helix.operators.base import Communication, Method, TensorOperator
 from hf_helix.operators.communication.collectives import AllGatherReplicated, MakeBuffers
 from hf_helix.operators.param_shard import VOCABULARY
 from hf_helix.operators.unit import Unit
-from hf_helix.operators.vocab_parallel import TokenStatistics
+from hf_helix.operators.vocabulary.loss import TokenStatistics
 from hf_helix.planning.graph.operator import Kind, Operator, Part
 
 PARTIAL, GIVEN, PASSED, JOINED = "partial", "given", "passed", "joined"

@@ -9,6 +9,7 @@ the backend.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,19 @@ from torch.nn import functional
 
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.param_shard import cut_bounds
+from hf_helix.operators.vocabulary.statistics import (
+    LOSS,
+    gradient,
+    hand_gradients,
+    join,
+    log_total,
+    losses,
+    places,
+    statistics,
+    statistics_of,
+    type_of_sums,
+    whole_tile,
+)
 
 Change = Callable[[Tensor], Tensor]
 
@@ -48,18 +62,21 @@ class VocabDivision:
         parts = all_gather(functional.pad(local, (0, self.size(0) - local.shape[-1])), self.axis)
         return torch.cat([part[..., : self.size(rank)] for rank, part in enumerate(parts)], -1)
 
-    def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns each id's place in this rank's slice, and whether it lies there.
+    def local(self, ids: Tensor) -> Tensor:
+        """Returns ids, counted from the first of this rank's rows.
 
         Raises:
-            IndexError: an id is not in the vocabulary (on a CPU, where a look costs nothing; on a GPU, the kernel that
-                reads the place fails, as in torch).
+            IndexError: an id is not in the vocabulary (on a CPU, where a look costs nothing).
         """
-        is_outside = (ids < 0) | (ids >= self.length)
-        if ids.device.type == "cpu" and bool(is_outside.any()):
+        if ids.device.type == "cpu" and bool(((ids < 0) | (ids >= self.length)).any()):
             raise IndexError(f"token ids from {ids.min()} to {ids.max()}: give ids from 0 to {self.length - 1}")
-        local, size = ids - self.bounds()[0], self.size()
-        return local.clamp(0, size - 1).masked_fill(is_outside, size), (local >= 0) & (local < size)
+        return ids - self.bounds()[0]
+
+    def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns each id's place in this rank's slice, and whether it lies there. For an id outside of the vocabulary
+        see `local`; on a GPU, the kernel that reads the place fails, as in torch."""
+        place, inside = places(self.local(ids), self.size())
+        return place.masked_fill((ids < 0) | (ids >= self.length), self.size()), inside
 
 
 def all_gather(value: Tensor, axis: Axis) -> Tensor:
@@ -167,48 +184,47 @@ def total(value: Tensor, axis: Axis) -> Tensor:
 
 
 def upcast(value: Tensor) -> Tensor:
-    """Returns a value in a type that sums are exact enough in: fp32 for narrower ones."""
-    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+    """Returns a value in a type that sums are exact enough in; integers as they are."""
+    return value.to(type_of_sums(value)) if value.is_floating_point() else value
 
 
-class _LogSumExp(torch.autograd.Function):
+class _Statistics(torch.autograd.Function):
+    """Statistics [3, ...] of this rank's logits [..., slice], for targets [...] counted from its first row. Code of
+    users may hide rows, even all of a rank."""
+
     @staticmethod
-    def forward(ctx: Any, local: Tensor, axis: Axis) -> Tensor:
-        result = torch.logsumexp(all_gather(torch.logsumexp(local, -1), axis), 0)
-        ctx.save_for_backward(local, result)
-        return result
+    def forward(ctx: Any, local: Tensor, ids: Tensor) -> Tensor:
+        tiles = whole_tile(local.reshape(-1, local.shape[-1]))
+        result, totals = statistics_of(tiles, ids.reshape(-1), 1, partial(statistics, wanted=LOSS, masked=True))
+        ctx.save_for_backward(local, ids, totals)
+        return result.view(len(result), *ids.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        local, result = ctx.saved_tensors
-        return (local - result.unsqueeze(-1)).exp() * gradients[0].unsqueeze(-1), None
+        local, ids, totals = ctx.saved_tensors
+        logits, of_statistics = local.reshape(-1, local.shape[-1]), gradients[0].reshape(len(LOSS), -1)
+        result = torch.empty_like(logits)
+        tiles, of = whole_tile(logits, result), partial(gradient, masked=True)
+        hand_gradients(tiles, ids.reshape(-1), of_statistics, totals, of)
+        return result.view(local.shape), None
+
+
+def whole_statistics(local: Tensor, ids: Tensor, axis: Axis) -> tuple[Tensor, ...]:
+    """Returns the statistics of a loss over the vocabulary [...] each, in a single exchange.
+
+    Args:
+        local: this rank's logits [..., slice].
+        ids: the targets [...], counted from the first row of the slice.
+        axis: the ranks with the other slices.
+    """
+    return join(all_gathered(_Statistics.apply(local, ids), axis))[0].unbind()
 
 
 def log_sum_exp(local: Tensor, axis: Axis) -> Tensor:
     """Returns the logarithm of the sum of exponentials over the vocabulary [...], in fp32."""
-    return _LogSumExp.apply(upcast(local), axis)
-
-
-class _TargetTerms(torch.autograd.Function):
-    """`log_sum_exp` of logits [..., slice], and the element at a token id [...], per token, in a single exchange."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, ids: Tensor, division: VocabDivision) -> tuple[Tensor, Tensor]:
-        place, inside = division.places(ids)
-        picked = local.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill_(~inside, 0)
-        of_ranks = all_gather(torch.stack((torch.logsumexp(local, -1), picked)), division.axis)
-        whole = torch.logsumexp(of_ranks[:, 0], 0)
-        ctx.save_for_backward(local, whole, place, inside)
-        return whole, of_ranks[:, 1].sum(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (of_whole, of_target), (local, whole, place, inside) = gradients, ctx.saved_tensors
-        result = (local - whole.unsqueeze(-1)).exp_().mul_(of_whole.unsqueeze(-1))
-        result.scatter_add_(-1, place.unsqueeze(-1), (of_target * inside).unsqueeze(-1))
-        return result, None, None
+    no_target = torch.full(local.shape[:-1], -1, device=local.device)
+    return log_total(whole_statistics(local, no_target, axis))
 
 
 def log_probabilities(local: Tensor, axis: Axis) -> Tensor:
@@ -244,18 +260,21 @@ def loss_of_ids(
     """Returns `functional.cross_entropy` of logits [rows, slice] or [slice], or with `of_logits=False` `nll_loss` of
     log-probabilities, in fp32."""
     is_counted = target != ignore_index
-    ids, local = target.masked_fill(~is_counted, 0), upcast(local)
-    of_classes = local.new_ones(division.length) if weight is None else weight
-    weights = of_classes[ids].masked_fill(~is_counted, 0)
+    ids = target.masked_fill(~is_counted, 0)
+    local_ids, even = division.local(ids), torch.ones(division.length, dtype=type_of_sums(local), device=local.device)
+    of_classes = even if weight is None else weight
+    weights = of_classes.gather(0, ids).masked_fill(~is_counted, 0)  # on a GPU, refuses ids outside of the vocabulary
     if not of_logits:
-        loss = -gather_ids(local, ids.unsqueeze(-1), division).squeeze(-1).masked_fill(~is_counted, 0) * weights
+        picked = gather_ids(upcast(local), ids.unsqueeze(-1), division).squeeze(-1)
+        loss = -picked.masked_fill(~is_counted, 0) * weights
     else:
-        whole, target_logit = _TargetTerms.apply(local, ids, division)
-        loss = (whole - target_logit).masked_fill(~is_counted, 0) * weights
+        local = upcast(local) if label_smoothing else local  # the sum of two gradients is rounded once
+        joined = whole_statistics(local, local_ids, division.axis)
+        loss = losses(joined).masked_fill(~is_counted, 0) * weights
         if label_smoothing:
-            sums = whole * of_classes.sum() - total((local * division.slice(of_classes)).sum(-1), division.axis)
-            even = sums.masked_fill(~is_counted, 0) / division.length
-            loss = (1 - label_smoothing) * loss + label_smoothing * even
+            of_slices = total((local * division.slice(of_classes)).sum(-1), division.axis)
+            sums = (log_total(joined) * of_classes.sum() - of_slices).masked_fill(~is_counted, 0)
+            loss = (1 - label_smoothing) * loss + label_smoothing * sums / division.length
     if reduction == "none":
         return loss
     return loss.sum() / weights.sum() if reduction == "mean" else loss.sum()
