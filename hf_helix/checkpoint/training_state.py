@@ -18,6 +18,7 @@ blocks begin anew with each slice, and values are quantized again.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import warnings
 from abc import ABC, abstractmethod
@@ -72,6 +73,14 @@ class StateFormat(ABC):
     def made(self, parameter: nn.Parameter, values: States, exact: Mapping[str, Tensor]) -> States:
         """Returns the states of a parameter as the optimizer makes them, from `exact`, or else from `values`."""
 
+    def quantize_as_full(self, parts: Mapping[nn.Parameter, tuple[str, int]]) -> None:
+        """Has the optimizer quantize the states of a part if it would quantize those of the full parameter: small
+        tensors are kept in fp32. `parts` are this rank's parameters, with the name and the elements of the full one.
+
+        Raises:
+            ValueError: names a part that cannot be quantized, and a remedy.
+        """
+
 
 class BitsandbytesFormat(StateFormat):
     """States `state1` and `state2`, with codes in uint8 if `absmax1` and `absmax2` are there. AdEMAMix stacks two
@@ -110,9 +119,52 @@ class BitsandbytesFormat(StateFormat):
                     _quantize(values[key], part, scale, states[f"qmap{name[-1]}"])
         return states
 
+    def quantize_as_full(self, parts: Mapping[nn.Parameter, tuple[str, int]]) -> None:
+        optimizer, config_of = self.optimizer, self.optimizer.get_config
+
+        def get_config(group_number: int, number: int, group: Any) -> Any:
+            config, parameter = config_of(group_number, number, group), group["params"][number]
+            count = parameter.numel()
+            _, elements = parts.get(parameter, ("", count))
+            if count and (count < config["min_8bit_size"]) != (elements < config["min_8bit_size"]):
+                config["min_8bit_size"] = 0 if elements >= config["min_8bit_size"] else math.inf
+            return config
+
+        optimizer.get_config = get_config
+
 
 class TorchaoFormat(StateFormat):
     """States that are tensor subclasses, made of plain tensors."""
+
+    LEAST = 4096  # elements, as written in torchao's `_new_buffer`
+
+    def quantize_as_full(self, parts: Mapping[nn.Parameter, tuple[str, int]]) -> None:
+        make, block = self.optimizer._new_buffer, self.optimizer.block_size
+        for parameter, (name, elements) in parts.items():
+            if self._quantizes(elements) and parameter.numel() % block:
+                raise ValueError(
+                    f"optimizer=({type(self.optimizer).__name__}, ...) quantizes the states of {name} in blocks of "
+                    f"{block} elements, and a rank holds {parameter.numel()} of {elements} elements, so that blocks "
+                    "would be of other elements than in one process; use optim='adamw_bnb_8bit', a tp_size that cuts "
+                    "the parameter between blocks, or pp_size"
+                )
+
+        def new_buffer(parameter: Any, signed: bool) -> Tensor:
+            count = parameter.numel()
+            _, elements = parts.get(parameter, ("", count))
+            quantizes = self._quantizes(elements)
+            if not count or quantizes == self._quantizes(count):
+                result: Tensor = make(parameter, signed)
+            elif quantizes:
+                result = self.optimizer._subclass_zeros(parameter, signed, block)
+            else:
+                result = torch.zeros_like(parameter)
+            return result
+
+        self.optimizer._new_buffer = new_buffer
+
+    def _quantizes(self, elements: int) -> bool:
+        return elements >= self.LEAST and elements % self.optimizer.block_size == 0
 
     def exact(self, states: Mapping[str, Any]) -> dict[str, Tensor]:
         return {

@@ -37,7 +37,15 @@ from hf_helix.engine.diagnostics import Diagnostics
 from hf_helix.engine.evaluate import evaluate_batch
 from hf_helix.engine.float8 import check_float8, describe_float8
 from hf_helix.engine.microbatches import LossScale, WindowMaker, share_lengths
-from hf_helix.engine.optimizer_shards import cut_states, full_weights, host_threads, step_shards, unsharded
+from hf_helix.engine.optimizer_shards import (
+    cut_states,
+    full_weights,
+    host_threads,
+    keep_quantization,
+    step_shards,
+    steps_shards,
+    unsharded,
+)
 from hf_helix.engine.proof.first_use import prove_on_first_use
 from hf_helix.engine.recompute import modes_of
 from hf_helix.engine.snapshot import Snapshot
@@ -80,6 +88,7 @@ from hf_helix.runtime.divided import (
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.failures.values import value_bounds
 from hf_helix.runtime.gradients.reduce import gradient_norm
+from hf_helix.runtime.local_parameters import local_parameters
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.notices import say
 from hf_helix.runtime.runner import Runner, measured, set_aside
@@ -167,7 +176,9 @@ class Engine(Diagnostics):
 
     def _cut(self, declared: Declared, options: RunOptions) -> tuple[Runner, DividedParameters]:
         """Cuts the model as declared; returns its runner, and what users see of its parameters. Collective."""
-        full = {name: (parameter.shape, parameter.requires_grad) for name, parameter in self.model.named_parameters()}
+        self._full = full = {
+            name: (parameter.shape, parameter.requires_grad) for name, parameter in self.model.named_parameters()
+        }
         runner = start_runner(self.model, declared.rank_units, self.config, self.mesh, options, self._choose_plan)
         return runner, DividedParameters(self.model, runner.rank_units, self.mesh, full)
 
@@ -520,8 +531,13 @@ class Engine(Diagnostics):
     def step_shards(self, optimizer: Any) -> None:
         """Replaces full parameters by this rank's shards in an optimizer that has not stepped. Initial states of the
         optimizer stay (Adagrad)."""
-        cut_states(optimizer, self.runner.rank_units, self.mesh)
-        step_shards(optimizer, self.runner.rank_units, self.runner.executor.streams)
+        rank_units = self.runner.rank_units
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # inside Accelerate's wrapper
+        if steps_shards(optimizer):  # as at a second `train()`
+            return
+        cut_states(optimizer, rank_units, self.mesh)
+        step_shards(optimizer, rank_units, self.runner.executor.streams)
+        keep_quantization(optimizer, self._full, local_parameters(self.model, rank_units, self.mesh))
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 

@@ -240,6 +240,14 @@ def full_of(value: Tensor) -> Tensor:
         return _full(value)
 
 
+def elements_of(value: Tensor) -> Tensor | None:
+    """Returns this rank's elements of a divided tensor; None for other tensors, and for views."""
+    if not isinstance(value, DividedTensor) or value._path:
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        return _held(value).detach().as_subclass(Tensor)
+
+
 # -- code that callers run -----------------------------------------------------------------------------------------
 
 _OPERANDS = {
