@@ -73,6 +73,7 @@ class StateFormat(ABC):
     def made(self, parameter: nn.Parameter, values: States, exact: Mapping[str, Tensor]) -> States:
         """Returns the states of a parameter as the optimizer makes them, from `exact`, or else from `values`."""
 
+    @abstractmethod
     def quantize_as_full(self, parts: Mapping[nn.Parameter, tuple[str, int]]) -> None:
         """Has the optimizer quantize the states of a part if it would quantize those of the full parameter: small
         tensors are kept in fp32. `parts` are this rank's parameters, with the name and the elements of the full one.

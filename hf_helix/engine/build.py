@@ -16,18 +16,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hf_helix.checkpoint.cut_parameters import cut_parameters
+from hf_helix.checkpoint.cut_parameters import align_buffers, cut_parameters
 from hf_helix.checkpoint.load import initialize_parameters, load_parameters
 from hf_helix.config import AUTO, EVERY_MICROBATCH, HelixConfig
 from hf_helix.engine.checks import check_placements
 from hf_helix.engine.float8 import use_float8
 from hf_helix.engine.recompute import recompute_units
-from hf_helix.models.family import number_distinct_graphs
+from hf_helix.models.family import Family, number_distinct_graphs
 from hf_helix.models.graph.context import LossTweaks, ParallelContext
 from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
 from hf_helix.operators.fused import kernels
+from hf_helix.operators.param_shard import COPIED
+from hf_helix.operators.unit import Unit
 from hf_helix.operators.vocab_pipeline import slice_buffers, spread_units
 from hf_helix.operators.zero.zero1 import apply_zero1
 from hf_helix.operators.zero.zero3 import apply_zero3
@@ -95,6 +97,7 @@ def declare(
     layer_indices: Sequence[int] | None = None,
     halved: Collection[int] = (),
     autocast_dtype: torch.dtype | None = None,
+    between_layers: torch.dtype | None = None,
 ) -> Declared:
     """Returns the cut of a model, on this rank alone. Nothing is communicated. The model is not changed, but for
     parameters that only indices depend on: those of a derived layer are frozen.
@@ -108,6 +111,7 @@ def declare(
         layer_indices: the indices of the declared layers; None for all. Other layers are not checked either.
         halved: those that are declared as halves; of all layers, the layers between stages are.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
+        between_layers: the type of the values between layers; None for the type of the embedding.
 
     Raises:
         ValueError: the model cannot be cut like this.
@@ -123,6 +127,9 @@ def declare(
         mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile, spread, config.cp_recurrence, again
     )
     units, counts = family.units(base, sharing, loss_tweaks, layer_indices), None
+    if layer_indices is None:
+        units = _with_unread(model, family, units)
+        check_placements(model, {p for unit in units for p in unit.placements})
     if config.float8:
         use_float8(units, config.float8_recipe, getattr(base.get_output_embeddings(), "weight", None))
     placement = scheduler_of(config).placement
@@ -131,8 +138,7 @@ def declare(
     elif config.layers_per_stage is not None:
         units, modes, counts = cut_layers(units, modes, layer_ranks(placement, mesh.pipe.size), config.layers_per_stage)
     units = recompute_units(units, modes, mesh)
-    placements = {p: placed for unit in units for p, placed in unit.placements.items()}
-    make_buffers, of_slice = family.empty(base, mesh.tp.size, loss_tweaks.ends_at_decoder), None
+    make_buffers, of_slice = family.empty(base, mesh.tp.size, loss_tweaks.ends_at_decoder, between_layers), None
     if config.spread_vocabulary:
         table, head = _ends_of(base, loss_tweaks)
         dtype = autocast_dtype or head.dtype
@@ -148,7 +154,6 @@ def declare(
     modules_run_as_is = [*family.side_modules(base), *(module for unit in units for module in unit.modules_run_as_is)]
     if layer_indices is None:
         check_forwards(model, base, family, modules_run_as_is, loss_tweaks.ends_at_decoder)
-        check_placements(model, placements)
     rank_units = place_units(
         units,
         mesh.pipe,
@@ -162,6 +167,23 @@ def declare(
     )
     layout = layout_with_gathers(_with_reductions(rank_units, config, mesh), rank_units.all_units, mesh)
     return Declared(replace(rank_units, layout=replace(layout, on_host=host_link is not None)), modules_run_as_is)
+
+
+def _with_unread(model: Any, family: Family, units: Sequence[Unit]) -> list[Unit]:
+    """Returns units that keep the parameters of a model that its code never reads, each in its layer or in the first
+    layer."""
+    units, layers = list(units), list(family.layers(base_of(model)))
+    placed = {parameter for unit in units for parameter in unit.placements}
+    stray = [parameter for parameter in model.parameters() if parameter not in placed]
+    known = family.unread_parameters(base_of(model)) if stray else ()
+    place_of = {parameter: place for place, layer in enumerate(layers) for parameter in layer.parameters()}
+    for parameter in stray:
+        if parameter in known:
+            place = 1 + place_of.get(parameter, 0)
+            unit = units[place]
+            placements = {**unit.placements, parameter: COPIED}
+            units[place] = replace(unit, placements=placements, unread={*unit.unread, parameter})
+    return units
 
 
 def _with_reductions(rank_units: RankUnits, config: HelixConfig, mesh: Mesh) -> Layout:
@@ -230,6 +252,7 @@ def _fill_parameters(model: Any, rank_units: RankUnits, mesh: Mesh, options: Run
     else:
         base = base_of(model)
         initialize_parameters(model, family_of(base).layers(base), rank_units, mesh, options.seed)
+    align_buffers(model, mesh.device)
     for flat in rank_units.flat_parameters:
         if not flat.is_sharded:
             flat.shard_in_place(mesh.device)

@@ -37,6 +37,7 @@ from hf_helix.engine.diagnostics import Diagnostics
 from hf_helix.engine.evaluate import evaluate_batch
 from hf_helix.engine.float8 import check_float8, describe_float8
 from hf_helix.engine.microbatches import LossScale, WindowMaker, share_lengths
+from hf_helix.engine.mixed_types import type_between_layers
 from hf_helix.engine.optimizer_shards import (
     cut_states,
     full_weights,
@@ -74,6 +75,7 @@ from hf_helix.runtime.distributed.agreement import (
     agree_on_action,
     agree_on_window,
     check_same_on_all_ranks,
+    on_all_ranks,
     sum_over_ranks,
 )
 from hf_helix.runtime.distributed.mesh import Mesh
@@ -162,6 +164,8 @@ class Engine(Diagnostics):
         open_four_bit(self.base)
         share: float = self.base.num_parameters(exclude_embeddings=True) / elements
         prove_on_first_use(self.base, self.config, self.mesh)
+        dtype, device = options.autocast_dtype, self.mesh.device
+        self._between_layers = on_all_ranks(lambda: type_between_layers(self.model, self.config, device, dtype))
         warn_bf16_weights(self.model)
         warn_random_start(self.model, options.weights, options.seed)
         return share
@@ -172,7 +176,8 @@ class Engine(Diagnostics):
         modes = modes_of(self.family.layers(base), options.checkpointing, config)
         about = fingerprint(base, self.mesh, config, dtype, modes)
         tuner = Tuner(config, type(base).__name__, about, options.num_microbatches)
-        return declare(model, config, self.mesh, modes, options.loss_tweaks, autocast_dtype=dtype), tuner
+        types: Any = {"autocast_dtype": dtype, "between_layers": self._between_layers}
+        return declare(model, config, self.mesh, modes, options.loss_tweaks, **types), tuner
 
     def _cut(self, declared: Declared, options: RunOptions) -> tuple[Runner, DividedParameters]:
         """Cuts the model as declared; returns its runner, and what users see of its parameters. Collective."""

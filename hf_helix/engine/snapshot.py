@@ -2,13 +2,13 @@
 
 In:   a model, and the submodules called by operators.
 Out:  nothing, or an error that names a change unknown to the operators.
-Must hold: submodules called by operators may change at any time; a comparison takes a fraction of a millisecond.
+Must hold: submodules called by operators may change at any time, and buffers, which operators look up at every run,
+may get other values or be replaced; a comparison takes a fraction of a millisecond.
 """
 
 from collections.abc import Collection, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 Entry = tuple[str, dict[str, Any], str, Any]
@@ -71,8 +71,10 @@ class Snapshot:
             now = values.get(key)
             if now is value:
                 continue
-            if isinstance(value, nn.Module | nn.Parameter) or not (isinstance(now, Tensor) and torch.equal(now, value)):
+            if isinstance(value, nn.Module | nn.Parameter) or not isinstance(now, Tensor):
                 return f"{_joined(name, key)} was replaced or removed"
+            if now.shape != value.shape or now.dtype is not value.dtype:
+                return f"{_joined(name, key)} has got another shape or type"
         for name, parameter, form in self._forms:
             if _form(parameter) != form:
                 return f"{name} has got another shape"

@@ -182,7 +182,9 @@ class DividedParameters:
             for each in (parameter,) if shard is None else (parameter, shard):
                 each._division, each._trained = division, trained  # type: ignore[attr-defined]
                 self._parameters.append(each)
-        self._absent = [parameter for parameter in self._parameters if not parameter._division.is_here]
+        unread = rank_units.unread
+        absent = [parameter for parameter in self._parameters if not parameter._division.is_here]
+        self._absent = [parameter for parameter in absent if parameter not in unread]
         _live.add(self)
         self.show(not _depth)
 
