@@ -241,8 +241,21 @@ def _quantize(values: Tensor, codes: Tensor, scale: Tensor, qmap: Tensor) -> Non
 
 # -- states of optimizers --------------------------------------------------------------------------------------------
 
-GROUPS = "param_groups"
+GROUPS, OTHERS = "param_groups", "state"
+"""The names of the parameter groups' options, and of an optimizer's entries in `state` that belong to no parameter."""
+
 _NOT_OPTIONS = ("params", "param_names")  # of a parameter group
+
+
+def named_states(entry: Any) -> Mapping[str, Any]:
+    """Returns the states of a parameter, an entry in an optimizer's `state`, by name; an entry that is no dictionary
+    has the name ""."""
+    return entry if isinstance(entry, Mapping) else {"": entry}
+
+
+def entry_of(states: Mapping[str, Any]) -> Any:
+    """Returns the entry that `named_states` has given."""
+    return states[""] if states.keys() == {""} else dict(states)
 
 
 class FullTensor(Tensor):
@@ -291,9 +304,11 @@ def save_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
             {key: value for key, value in group.items() if key not in _NOT_OPTIONS} for group in optimizer.param_groups
         ]
     }
+    if others := {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}:
+        saved[OTHERS] = others
     form = format_of(optimizer)
     for parameter in _parameters(optimizer):
-        about, states = local.get(parameter), optimizer.state.get(parameter, {})
+        about, states = local.get(parameter), named_states(optimizer.state.get(parameter, {}))
         if about is None or not states:
             continue
         if form is not None:
@@ -329,6 +344,8 @@ def load_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
         else:
             wanted[name] = _empty_state(parameter, local[parameter], name, saved, key in counters)
         names_of.setdefault(parameter, {})[key] = name
+    if OTHERS in FileSystemReader(folder).read_metadata().state_dict_metadata:
+        wanted[OTHERS] = None
     form = format_of(optimizer)
     with _failures_named("reading the optimizer's states"):
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -336,7 +353,7 @@ def load_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
     values = {
         parameter: {key: _local(wanted[name]) for key, name in names.items()} for parameter, names in names_of.items()
     }
-    _put(optimizer, parameters, values if form is None else {}, wanted[GROUPS])
+    _put(optimizer, parameters, values if form is None else {}, wanted[GROUPS], wanted.get(OTHERS) or {})
     if form is not None:
         for parameter, read in values.items():
             exact = {key.removeprefix(CODES): value for key, value in read.items() if key.startswith(CODES)}
@@ -407,18 +424,20 @@ def _put(
     parameters: list[nn.Parameter],
     values: Mapping[nn.Parameter, dict[str, Any]],
     groups: list[dict[str, Any]],
+    others: Mapping[Any, Any],
 ) -> None:
     """Loads states as `load_state_dict` does, without rounding to the dtype of the parameter."""
     mine = optimizer.state_dict()["param_groups"]
     numbers = dict(zip(parameters, (number for group in mine for number in group["params"]), strict=True))
-    state = {numbers[parameter]: dict(states) for parameter, states in values.items()}
+    state = {**others, **{numbers[parameter]: entry_of(states) for parameter, states in values.items()}}
     filled = [{**group, **options} for group, options in zip(mine, groups, strict=True)]
     optimizer.load_state_dict({"state": state, "param_groups": filled})
     for parameter, states in values.items():
-        kept = optimizer.state[parameter]
+        kept = dict(named_states(optimizer.state[parameter]))
         for key, value in states.items():
             if isinstance(value, Tensor) and kept[key].dtype != value.dtype:
                 kept[key] = value.to(kept[key].device)
+        optimizer.state[parameter] = entry_of(kept)
 
 
 @contextlib.contextmanager

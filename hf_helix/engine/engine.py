@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_helix.checkpoint.cut_parameters import is_cut
+from hf_helix.checkpoint.cut_parameters import align_buffers, is_cut
 from hf_helix.checkpoint.load import load_adapters, load_parameters
 from hf_helix.checkpoint.save import save_full, save_pretrained
 from hf_helix.config import AUTO, HelixConfig
@@ -431,6 +431,16 @@ class Engine(Diagnostics):
             self._trained_then = trained
         self._check_unchanged()
         self._snapshot.check_trainable()
+        self._align_buffers()
+
+    def _align_buffers(self) -> None:
+        """Gives buffers that a script has changed, on any rank, rank 0's values, as DDP does before every window.
+        Collective on a model with buffers."""
+        if self._snapshot.has_buffers:
+            (have_changed,) = agree_on_action("a window is trained", [self._snapshot.have_buffers_changed()])
+            if have_changed:
+                align_buffers(self.model, self.mesh.device)
+                self._snapshot.have_buffers_changed()  # by the alignment itself
 
     @contextlib.contextmanager
     def _begin_window(self, window: Sequence[MicroBatch]) -> Iterator[None]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_helix.checkpoint.cut_parameters import has_slices
-from hf_helix.checkpoint.training_state import format_of
+from hf_helix.checkpoint.training_state import entry_of, format_of, named_states
 from hf_helix.config import HelixConfig
 from hf_helix.models.direct_use import direct_use_allowed
 from hf_helix.operators.param_shard import Placement
@@ -57,7 +57,8 @@ def cut_states(optimizer: Any, rank_units: RankUnits, mesh: Mesh) -> None:
     for parameter, placement in rank_units.all_placements.items():
         if parameter in optimizer.state:
             states = named_states(optimizer.state[parameter])
-            _set_states(optimizer, parameter, {key: cut(state, parameter, placement) for key, state in states.items()})
+            made = {key: cut(state, parameter, placement) for key, state in states.items()}
+            optimizer.state[parameter] = entry_of(made)
 
 
 def keep_quantization(
@@ -82,17 +83,6 @@ def keep_quantization(
             if parameter in held
         }
         on_all_ranks(lambda: form.quantize_as_full(parts))
-
-
-def named_states(states: Any) -> Mapping[str, Any]:
-    """Returns the entry of a parameter in an optimizer's `state` by name; an entry that is no dictionary has the name
-    ""."""
-    return states if isinstance(states, Mapping) else {"": states}
-
-
-def _set_states(optimizer: Any, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
-    """Replaces the entry of a parameter in an optimizer's `state`, given as `named_states` returns it."""
-    optimizer.state[parameter] = states[""] if states.keys() == {""} else dict(states)
 
 
 def step_shards(optimizer: Any, rank_units: RankUnits, streams: Streams) -> None:
@@ -129,7 +119,7 @@ def step_shards(optimizer: Any, rank_units: RankUnits, streams: Streams) -> None
             if parameter in optimizer.state:
                 states = named_states(optimizer.state.pop(parameter)).items()
                 owned = {key: state if key in counters else flat.owned_part(state, parameter) for key, state in states}
-                _set_states(optimizer, shard, owned)
+                optimizer.state[shard] = entry_of(owned)
 
 
 class PlainStep:

@@ -14,9 +14,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Adafactor, Trainer
 
+from hf_helix.checkpoint.training_state import named_states
 from hf_helix.config import HelixConfig
 from hf_helix.engine.engine import Engine
-from hf_helix.engine.optimizer_shards import PlainStep, named_states, steps_shards
+from hf_helix.engine.optimizer_shards import PlainStep, steps_shards
 
 ELEMENT, BLOCK, MATRIX, MODEL = GRANULARITIES = ("element", "block", "matrix", "model")
 """What an optimizer reads to update an element: the element alone; the elements of a block with a common scale, as of
