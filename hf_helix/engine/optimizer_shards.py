@@ -132,20 +132,26 @@ class PlainStep:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._open: list[contextlib.AbstractContextManager[None]] = []
+        self._depth = 0  # above 1 in the step of a base, if a step calls it: torch runs hooks there as well
+        self._context: contextlib.AbstractContextManager[None] | None = None
         self._at_begin: list[Callable[[], None]] = []
         self._at_end: list[Callable[[], None]] = []
-        self._first = optimizer.register_step_post_hook(lambda *_: self._leave())
-        optimizer._optimizer_step_post_hooks.move_to_end(self._first.id, last=False)
-        self._last = optimizer.register_step_pre_hook(lambda *_: self._enter())
-        register = optimizer.register_step_pre_hook
+        self._surround("pre", self._close, self._enter)
+        self._surround("post", self._leave, self._return)
+
+    def _surround(self, kind: str, first: Callable[[], None], last: Callable[[], None]) -> None:
+        """Registers the first and the last of all hooks before a step (`pre`), or after it (`post`)."""
+        name, hooks = f"register_step_{kind}_hook", getattr(self._optimizer, f"_optimizer_step_{kind}_hooks")
+        register = getattr(self._optimizer, name)
+        hooks.move_to_end(register(lambda *_: first()).id, last=False)
+        at_end = register(lambda *_: last()).id
 
         def register_before(hook: Callable[..., Any]) -> Any:
             handle = register(hook)
-            optimizer._optimizer_step_pre_hooks.move_to_end(self._last.id)
+            hooks.move_to_end(at_end)
             return handle
 
-        optimizer.register_step_pre_hook = register_before
+        setattr(self._optimizer, name, register_before)
 
     @classmethod
     def of(cls, optimizer: Any) -> PlainStep:
@@ -166,27 +172,43 @@ class PlainStep:
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
         """Returns a context around a step, at whose end the parameters are as they were before."""
-        depth = len(self._open)
+        depth = self._depth
         if not getattr(type(self._optimizer).step, "hooked", False):  # a script has replaced the step of the class
             self._enter()
         try:
             yield
         finally:
-            while len(self._open) > depth:
-                self._open.pop().__exit__(None, None, None)
+            self._depth = depth
+            if not depth:
+                self._close()
 
     def _enter(self) -> None:
-        context = plain_parameters()
-        context.__enter__()
-        self._open.append(context)
-        for function in self._at_begin:
-            function()
+        self._depth += 1
+        self._open()
+        if self._depth == 1:
+            for function in self._at_begin:
+                function()
 
     def _leave(self) -> None:
-        for function in self._at_end:
-            function()
-        if self._open:
-            self._open.pop().__exit__(None, None, None)
+        if self._depth == 1:
+            for function in self._at_end:
+                function()
+        self._close()
+        self._depth -= 1
+
+    def _return(self) -> None:
+        if self._depth:
+            self._open()
+
+    def _open(self) -> None:
+        if self._context is None:
+            self._context = plain_parameters()
+            self._context.__enter__()
+
+    def _close(self) -> None:
+        if self._context is not None:
+            context, self._context = self._context, None
+            context.__exit__(None, None, None)
 
 
 _PLAIN_STEP = "_plain_step_of_helix"

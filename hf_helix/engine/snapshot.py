@@ -92,8 +92,8 @@ class Snapshot:
                 continue
             if isinstance(value, nn.Module | nn.Parameter) or not isinstance(now, Tensor):
                 return f"{_joined(name, key)} was replaced or removed"
-            if now.shape != value.shape or now.dtype is not value.dtype:
-                return f"{_joined(name, key)} has got another shape or type"
+            if now.shape != value.shape:
+                return f"{_joined(name, key)} has got another shape"
         for name, parameter, form in self._forms:
             if _form(parameter) != form:
                 return f"{name} has got another shape"
