@@ -168,7 +168,7 @@ def _align_with_rank_0(tensors: list[Tensor], device: torch.device) -> None:
     differs = (mine != theirs).any().float()
     dist.all_reduce(differs)
     if differs.item():
-        for tensor in tensors:
+        for tensor in filter(Tensor.numel, tensors):
             value = tensor.to(device).contiguous()
             dist.broadcast(value.view(-1).view(torch.uint8), src=0)  # of any type
             if value.data_ptr() != tensor.data_ptr():

@@ -72,7 +72,8 @@ class Snapshot:
     def _marks(self) -> list[object]:
         """Returns what changes with each write to a buffer, and with each replacement."""
         buffers = [values.get(key) for values, key in self._buffers]
-        return [(id(buffer), getattr(buffer, "_version", None)) for buffer in buffers]
+        versions = (None if each is None or each.is_inference() else each._version for each in buffers)
+        return [*zip(map(id, buffers), versions, strict=True)]
 
     @property
     def has_buffers(self) -> bool:

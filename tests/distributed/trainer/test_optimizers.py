@@ -45,7 +45,7 @@ def follow(
     training |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1 if sharded else 2}
     given: dict[str, Any] = {"model": model, "train_dataset": [{"input_ids": row, "labels": row} for row in rows]}
     if optim in LATER:
-        given["optimizer_cls_and_kwargs"] = (MADE[optim], {"lr": 3e-3})
+        given["optimizer_cls_and_kwargs"] = (MADE[optim], {"lr": 1e-2})
     elif optim in MADE:
         given["optimizers"] = (MADE[optim]([each for each in model.parameters() if each.dim() == 2], lr=3e-3), None)
     else:
