@@ -2,7 +2,7 @@
 
 In:   a model with full parameters on every rank, or on the meta device; later, the cut model.
 Out:  parameters cut in place under their own names, empty for other pipeline ranks; full tensors, a few at a time.
-Must hold: names and dtypes never change; all ranks start from rank 0's weights.
+Must hold: names and dtypes never change; all ranks start from rank 0's weights and buffers.
 """
 
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from hf_helix.operators.param_shard import Placement
+from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks
 from hf_helix.runtime.distributed.groups import control_group, receive_on_host, send_on_host
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.rank_units import RankUnits
@@ -27,7 +28,7 @@ def cut_parameters(rank_units: RankUnits, mesh: Mesh) -> None:
     """
     placements = rank_units.all_placements
     if world_size() > 1:
-        _align_with_rank_0(list(placements), mesh.device)
+        _align_with_rank_0([parameter.data for parameter in placements], mesh.device)
     owners = rank_units.owners
     for parameter, placement in placements.items():
         if owners[parameter] != rank_units.rank:
@@ -36,6 +37,22 @@ def cut_parameters(rank_units: RankUnits, mesh: Mesh) -> None:
         else:
             axis = mesh.axis_of(placement)
             parameter.data = placement.cut(parameter.data, axis.size, axis.rank)
+
+
+def align_buffers(model: nn.Module, device: torch.device) -> None:
+    """Gives the buffers of all ranks rank 0's values, in place, as DDP does. Collective; `device` is the device of
+    messages.
+
+    Raises:
+        ValueError: on every rank, if the ranks' buffers have other names, shapes or types.
+    """
+    buffers = dict(model.named_buffers())
+    if world_size() == 1:
+        return
+    forms = [f"{name} {list(buffer.shape)} {buffer.dtype}" for name, buffer in buffers.items()]
+    check_same_on_all_ranks("\n".join(forms), "buffers")
+    if buffers:
+        _align_with_rank_0([buffer.detach() for buffer in buffers.values()], device)
 
 
 @torch.no_grad()
@@ -143,22 +160,23 @@ def has_slices(rank_units: RankUnits, mesh: Mesh) -> bool:
     return mesh.pipe.size > 1 or any(mesh.axis_of(placement).size > 1 for placement in cut)
 
 
-def _align_with_rank_0(parameters: list[nn.Parameter], device: torch.device) -> None:
-    """Broadcasts the parameters if any rank's differ from rank 0's."""
-    mine = torch.stack([_fingerprint(parameter) for parameter in parameters]).to(device)
+def _align_with_rank_0(tensors: list[Tensor], device: torch.device) -> None:
+    """Broadcasts the tensors if any rank's differ from rank 0's."""
+    mine = torch.stack([_fingerprint(tensor).to(device) for tensor in tensors])
     theirs = mine.clone()
     dist.broadcast(theirs, src=0)
     differs = (mine != theirs).any().float()
     dist.all_reduce(differs)
     if differs.item():
-        for parameter in parameters:
-            value = parameter.data.to(device)
-            dist.broadcast(value, src=0)
-            parameter.data.copy_(value)
+        for tensor in filter(Tensor.numel, tensors):
+            value = tensor.to(device).contiguous()
+            dist.broadcast(value.view(-1).view(torch.uint8), src=0)  # of any type
+            if value.data_ptr() != tensor.data_ptr():
+                tensor.copy_(value)
 
 
-def _fingerprint(parameter: nn.Parameter) -> Tensor:
+def _fingerprint(tensor: Tensor) -> Tensor:
     """Returns two numbers that identify values: their sum, and their sum weighted by position."""
-    flat = parameter.detach().reshape(-1).double()
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1).double()
     weights = torch.linspace(0.5, 1.5, flat.numel(), dtype=flat.dtype, device=flat.device)
     return torch.stack((flat.sum(), flat @ weights))

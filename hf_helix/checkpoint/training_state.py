@@ -18,6 +18,7 @@ blocks begin anew with each slice, and values are quantized again.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import warnings
 from abc import ABC, abstractmethod
@@ -72,6 +73,15 @@ class StateFormat(ABC):
     def made(self, parameter: nn.Parameter, values: States, exact: Mapping[str, Tensor]) -> States:
         """Returns the states of a parameter as the optimizer makes them, from `exact`, or else from `values`."""
 
+    @abstractmethod
+    def quantize_as_full(self, parts: Mapping[nn.Parameter, tuple[str, int]]) -> None:
+        """Has the optimizer quantize the states of a part if it would quantize those of the full parameter: small
+        tensors are kept in fp32. `parts` are this rank's parameters, with the name and the elements of the full one.
+
+        Raises:
+            ValueError: names a part that cannot be quantized, and a remedy.
+        """
+
 
 class BitsandbytesFormat(StateFormat):
     """States `state1` and `state2`, with codes in uint8 if `absmax1` and `absmax2` are there. AdEMAMix stacks two
@@ -110,9 +120,52 @@ class BitsandbytesFormat(StateFormat):
                     _quantize(values[key], part, scale, states[f"qmap{name[-1]}"])
         return states
 
+    def quantize_as_full(self, parts: Mapping[nn.Parameter, tuple[str, int]]) -> None:
+        optimizer, config_of = self.optimizer, self.optimizer.get_config
+
+        def get_config(group_number: int, number: int, group: Any) -> Any:
+            config, parameter = config_of(group_number, number, group), group["params"][number]
+            count = parameter.numel()
+            _, elements = parts.get(parameter, ("", count))
+            if count and (count < config["min_8bit_size"]) != (elements < config["min_8bit_size"]):
+                config["min_8bit_size"] = 0 if elements >= config["min_8bit_size"] else math.inf
+            return config
+
+        optimizer.get_config = get_config
+
 
 class TorchaoFormat(StateFormat):
     """States that are tensor subclasses, made of plain tensors."""
+
+    LEAST = 4096  # elements, as written in torchao's `_new_buffer`
+
+    def quantize_as_full(self, parts: Mapping[nn.Parameter, tuple[str, int]]) -> None:
+        make, block = self.optimizer._new_buffer, self.optimizer.block_size
+        for parameter, (name, elements) in parts.items():
+            if self._quantizes(elements) and parameter.numel() % block:
+                raise ValueError(
+                    f"optimizer=({type(self.optimizer).__name__}, ...) quantizes the states of {name} in blocks of "
+                    f"{block} elements, and a rank holds {parameter.numel()} of {elements} elements, so that blocks "
+                    "would be of other elements than in one process; use optim='adamw_bnb_8bit', a tp_size that cuts "
+                    "the parameter between blocks, or pp_size"
+                )
+
+        def new_buffer(parameter: Any, signed: bool) -> Tensor:
+            count = parameter.numel()
+            _, elements = parts.get(parameter, ("", count))
+            quantizes = self._quantizes(elements)
+            if not count or quantizes == self._quantizes(count):
+                result: Tensor = make(parameter, signed)
+            elif quantizes:
+                result = self.optimizer._subclass_zeros(parameter, signed, block)
+            else:
+                result = torch.zeros_like(parameter)
+            return result
+
+        self.optimizer._new_buffer = new_buffer
+
+    def _quantizes(self, elements: int) -> bool:
+        return elements >= self.LEAST and elements % self.optimizer.block_size == 0
 
     def exact(self, states: Mapping[str, Any]) -> dict[str, Tensor]:
         return {
@@ -188,8 +241,21 @@ def _quantize(values: Tensor, codes: Tensor, scale: Tensor, qmap: Tensor) -> Non
 
 # -- states of optimizers --------------------------------------------------------------------------------------------
 
-GROUPS = "param_groups"
+GROUPS, OTHERS = "param_groups", "state"
+"""The names of the parameter groups' options, and of an optimizer's entries in `state` that belong to no parameter."""
+
 _NOT_OPTIONS = ("params", "param_names")  # of a parameter group
+
+
+def named_states(entry: Any) -> Mapping[str, Any]:
+    """Returns the states of a parameter, an entry in an optimizer's `state`, by name; an entry that is no dictionary
+    has the name ""."""
+    return entry if isinstance(entry, Mapping) else {"": entry}
+
+
+def entry_of(states: Mapping[str, Any]) -> Any:
+    """Returns the entry that `named_states` has given."""
+    return states[""] if states.keys() == {""} else dict(states)
 
 
 class FullTensor(Tensor):
@@ -238,9 +304,11 @@ def save_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
             {key: value for key, value in group.items() if key not in _NOT_OPTIONS} for group in optimizer.param_groups
         ]
     }
+    if others := {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}:
+        saved[OTHERS] = others
     form = format_of(optimizer)
     for parameter in _parameters(optimizer):
-        about, states = local.get(parameter), optimizer.state.get(parameter, {})
+        about, states = local.get(parameter), named_states(optimizer.state.get(parameter, {}))
         if about is None or not states:
             continue
         if form is not None:
@@ -276,6 +344,8 @@ def load_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
         else:
             wanted[name] = _empty_state(parameter, local[parameter], name, saved, key in counters)
         names_of.setdefault(parameter, {})[key] = name
+    if OTHERS in FileSystemReader(folder).read_metadata().state_dict_metadata:
+        wanted[OTHERS] = None
     form = format_of(optimizer)
     with _failures_named("reading the optimizer's states"):
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -283,7 +353,7 @@ def load_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
     values = {
         parameter: {key: _local(wanted[name]) for key, name in names.items()} for parameter, names in names_of.items()
     }
-    _put(optimizer, parameters, values if form is None else {}, wanted[GROUPS])
+    _put(optimizer, parameters, values if form is None else {}, wanted[GROUPS], wanted.get(OTHERS) or {})
     if form is not None:
         for parameter, read in values.items():
             exact = {key.removeprefix(CODES): value for key, value in read.items() if key.startswith(CODES)}
@@ -354,18 +424,20 @@ def _put(
     parameters: list[nn.Parameter],
     values: Mapping[nn.Parameter, dict[str, Any]],
     groups: list[dict[str, Any]],
+    others: Mapping[Any, Any],
 ) -> None:
     """Loads states as `load_state_dict` does, without rounding to the dtype of the parameter."""
     mine = optimizer.state_dict()["param_groups"]
     numbers = dict(zip(parameters, (number for group in mine for number in group["params"]), strict=True))
-    state = {numbers[parameter]: dict(states) for parameter, states in values.items()}
+    state = {**others, **{numbers[parameter]: entry_of(states) for parameter, states in values.items()}}
     filled = [{**group, **options} for group, options in zip(mine, groups, strict=True)]
     optimizer.load_state_dict({"state": state, "param_groups": filled})
     for parameter, states in values.items():
-        kept = optimizer.state[parameter]
+        kept = dict(named_states(optimizer.state[parameter]))
         for key, value in states.items():
             if isinstance(value, Tensor) and kept[key].dtype != value.dtype:
                 kept[key] = value.to(kept[key].device)
+        optimizer.state[parameter] = entry_of(kept)
 
 
 @contextlib.contextmanager

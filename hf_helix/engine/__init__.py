@@ -5,6 +5,7 @@ build             cuts a model and makes its runner
 diagnostics       measurements of the cut model: the figures of the logs, overlap, comparisons, memory, traces
 called_decoder    calls of the cut decoder by code above it: losses of one's own
 microbatches      from batches to the micro-batches of a runner
+mixed_types       parameters of several types, such as norms in fp32 in a model in bf16
 checks            refusals of models, declarations and batches, by name
 float8            the linears that multiply in fp8
 recompute         the recomputed layers

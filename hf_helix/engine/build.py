@@ -16,19 +16,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hf_helix.checkpoint.cut_parameters import cut_parameters
+from hf_helix.checkpoint.cut_parameters import align_buffers, cut_parameters
 from hf_helix.checkpoint.load import initialize_parameters, load_parameters
 from hf_helix.config import AUTO, EVERY_MICROBATCH, HelixConfig
 from hf_helix.engine.checks import check_placements
 from hf_helix.engine.float8 import use_float8
 from hf_helix.engine.recompute import recompute_units
-from hf_helix.models.family import number_distinct_graphs
+from hf_helix.models.family import Family, number_distinct_graphs
 from hf_helix.models.graph.context import LossTweaks, ParallelContext
 from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
 from hf_helix.operators.communication.collectives import MakeBuffers
 from hf_helix.operators.fused import kernels
+from hf_helix.operators.param_shard import COPIED
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.vocabulary.pipeline import slice_buffers, spread_units
 from hf_helix.operators.zero.zero1 import apply_zero1
@@ -97,6 +98,7 @@ def declare(
     layer_indices: Sequence[int] | None = None,
     halved: Collection[int] = (),
     autocast_dtype: torch.dtype | None = None,
+    between_layers: torch.dtype | None = None,
 ) -> Declared:
     """Returns the cut of a model, on this rank. Nothing is communicated. The model is not changed, but for parameters
     of a derived layer that only indices depend on: they are frozen.
@@ -112,13 +114,24 @@ def declare(
         layer_indices: the indices of the declared layers; None for all. Other layers are not checked.
         halved: the layers declared as halves; with all layers, the layers between stages are halved.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
+        between_layers: the type of the values between layers; None for the type of the embedding.
 
     Raises:
         ValueError: the model cannot be cut like this.
     """
-    cut = _Cut(model, config, mesh, list(modes), loss_tweaks or LossTweaks(), layer_indices, halved, autocast_dtype)
+    tweaks, types = loss_tweaks or LossTweaks(), (autocast_dtype, between_layers)
+    cut = _Cut(model, config, mesh, list(modes), tweaks, layer_indices, halved, *types)
     units = cut.operators()
-    for apply in (cut.float8, cut.halves, cut.recompute, cut.vocabulary, cut.shard_parameters, cut.shard_optimizer):
+    passes = (
+        cut.unread,
+        cut.float8,
+        cut.halves,
+        cut.recompute,
+        cut.vocabulary,
+        cut.shard_parameters,
+        cut.shard_optimizer,
+    )
+    for apply in passes:
         units = apply(units)
     modules_run_as_is = cut.check(units)
     rank_units = cut.place(units)
@@ -130,7 +143,8 @@ class _Cut:
     """The passes that cut a model, in the order of the methods; each takes the units of the model and returns them.
 
     Attributes:
-        model, config, mesh, modes, loss_tweaks, layer_indices, halved, autocast_dtype: see `declare`.
+        model, config, mesh, modes, loss_tweaks, layer_indices, halved, autocast_dtype, between_layers: see
+            `declare`.
         layers_per_stage: the layers of each virtual stage, if the options give them.
         slice_buffers: from a slice of the head to the buffers of its outputs, with slices of the vocabulary.
     """
@@ -143,6 +157,7 @@ class _Cut:
     layer_indices: Sequence[int] | None
     halved: Collection[int]
     autocast_dtype: torch.dtype | None
+    between_layers: torch.dtype | None
     layers_per_stage: Sequence[int] | None = field(init=False, default=None)
     slice_buffers: Callable[[int], MakeBuffers] | None = field(init=False, default=None)
 
@@ -155,7 +170,7 @@ class _Cut:
     @cached_property
     def make_buffers(self) -> MakeBuffers:
         """Makes the buffers of a transfer between stages."""
-        return self.family.empty(self.base, self.mesh.tp.size, self.loss_tweaks.ends_at_decoder)
+        return self.family.empty(self.base, self.mesh.tp.size, self.loss_tweaks.ends_at_decoder, self.between_layers)
 
     def operators(self) -> list[Unit]:
         """The units as operators, cut over tensor, context and expert parallelism."""
@@ -174,6 +189,14 @@ class _Cut:
             any(mode != NONE for mode in self.modes),
         )
         return self.family.units(self.base, context, self.loss_tweaks, self.layer_indices)
+
+    def unread(self, units: list[Unit]) -> list[Unit]:
+        """Units keep the parameters that the model's code never reads; other parameters without a unit are refused."""
+        if self.layer_indices is not None:
+            return units
+        units = _with_unread(self.model, self.family, units)
+        check_placements(self.model, {parameter for unit in units for parameter in unit.placements})
+        return units
 
     def float8(self, units: list[Unit]) -> list[Unit]:
         """Linears multiply in fp8."""
@@ -200,7 +223,6 @@ class _Cut:
 
     def vocabulary(self, units: list[Unit]) -> list[Unit]:
         """Every pipeline rank gets slices of the embedding and of the head."""
-        self._placements = {p: placed for unit in units for p, placed in unit.placements.items()}
         if not self.config.spread_vocabulary:
             return units
         table, head = _ends_of(self.base, self.loss_tweaks)
@@ -223,11 +245,10 @@ class _Cut:
         return apply_zero1(units, self.mesh.shard_axes, self.autocast_dtype, self.host_link)
 
     def check(self, units: Sequence[Unit]) -> list[nn.Module]:
-        """Refuses a model whose code or parameters are not cut; returns the modules that run as they are."""
+        """Refuses a model whose code is not cut; returns the modules that run as they are."""
         as_is = [*self.family.side_modules(self.base), *(each for unit in units for each in unit.modules_run_as_is)]
         if self.layer_indices is None:
             check_forwards(self.model, self.base, self.family, as_is, self.loss_tweaks.ends_at_decoder)
-            check_placements(self.model, self._placements)
         return as_is
 
     def place(self, units: Sequence[Unit]) -> RankUnits:
@@ -249,6 +270,23 @@ class _Cut:
         layout = _with_reductions(rank_units, self.config, self.mesh)
         layout = layout_with_gathers(layout, rank_units.all_units, self.mesh)
         return replace(layout, on_host=self.host_link is not None)
+
+
+def _with_unread(model: Any, family: Family, units: Sequence[Unit]) -> list[Unit]:
+    """Returns units that keep the parameters of a model that its code never reads, each in its layer or in the first
+    layer."""
+    units, layers = list(units), list(family.layers(base_of(model)))
+    placed = {parameter for unit in units for parameter in unit.placements}
+    stray = [parameter for parameter in model.parameters() if parameter not in placed]
+    known = family.unread_parameters(base_of(model)) if stray else ()
+    place_of = {parameter: place for place, layer in enumerate(layers) for parameter in layer.parameters()}
+    for parameter in stray:
+        if parameter in known:
+            place = 1 + place_of.get(parameter, 0)
+            unit = units[place]
+            placements = {**unit.placements, parameter: COPIED}
+            units[place] = replace(unit, placements=placements, unread={*unit.unread, parameter})
+    return units
 
 
 def _with_reductions(rank_units: RankUnits, config: HelixConfig, mesh: Mesh) -> Layout:
@@ -317,6 +355,7 @@ def _fill_parameters(model: Any, rank_units: RankUnits, mesh: Mesh, options: Run
     else:
         base = base_of(model)
         initialize_parameters(model, family_of(base).layers(base), rank_units, mesh, options.seed)
+    align_buffers(model, mesh.device)
     for flat in rank_units.flat_parameters:
         if not flat.is_sharded:
             flat.shard_in_place(mesh.device)

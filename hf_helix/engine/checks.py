@@ -12,7 +12,7 @@ family's `check` for its sizes.
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,8 @@ from hf_helix.config import HelixConfig
 from hf_helix.models.causal_lm import check_head, has_towers
 from hf_helix.models.four_bit import check_storage, four_bit_weights
 from hf_helix.models.graph.context import LossTweaks
-from hf_helix.models.peft import LORA, adapter_weights, base_of, check_adapters, is_peft
+from hf_helix.models.peft import LORA, base_of, check_adapters, is_peft
 from hf_helix.models.registry import family_of
-from hf_helix.operators.param_shard import Placement
 from hf_helix.runtime.distributed.mesh import check_world, rank, world_size
 from hf_helix.runtime.failures.values import Limits
 from hf_helix.runtime.rank_units import RankUnits
@@ -66,7 +65,7 @@ def check_model(model: Any, loss_tweaks: LossTweaks, weights: str | Path | None 
     check_storage(base_of(model))
     check_adapters(model)
     family_of(base_of(model))
-    dtype, may_differ, packed = base_of(model).dtype, adapter_weights(model), four_bit_weights(model)
+    packed = four_bit_weights(model)
     if packed and not is_peft(model):
         raise ValueError(
             f"the {type(model).__name__} has weights in 4 bits and no adapters, so that nothing of it is trained or "
@@ -79,11 +78,6 @@ def check_model(model: Any, loss_tweaks: LossTweaks, weights: str | Path | None 
             raise ValueError(
                 f"parameter {name} is {parameter.dtype}, and torch.float32 and torch.bfloat16 are built; load the "
                 "model with from_pretrained(..., dtype=torch.float32), or dtype=torch.bfloat16"
-            )
-        if parameter.dtype != dtype and parameter not in may_differ:
-            raise ValueError(
-                f"parameter {name} is {parameter.dtype}, others are {dtype}; load the model with one type for "
-                "all: from_pretrained(..., dtype=torch.float32), or dtype=torch.bfloat16"
             )
 
 
@@ -171,13 +165,13 @@ def _check_device(model: Any, weights: str | Path | None) -> None:
         )
 
 
-def check_placements(model: Any, placements: Mapping[torch.nn.Parameter, Placement]) -> None:
+def check_placements(model: Any, placed: Collection[torch.nn.Parameter]) -> None:
     """Refuses a declaration without operators for some parameters, which would be neither trained nor saved.
 
     Raises:
         ValueError: names the parameters.
     """
-    stray = [name for name, parameter in model.named_parameters() if parameter not in placements]
+    stray = [name for name, parameter in model.named_parameters() if parameter not in placed]
     if stray:
         raise ValueError(
             f"the declaration of {type(model).__name__} has no operator for {', '.join(stray)}; declare the module "

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_helix.checkpoint.cut_parameters import is_cut
+from hf_helix.checkpoint.cut_parameters import align_buffers, is_cut
 from hf_helix.checkpoint.load import load_adapters, load_parameters
 from hf_helix.checkpoint.save import save_full, save_pretrained
 from hf_helix.config import AUTO, HelixConfig
@@ -37,7 +37,16 @@ from hf_helix.engine.diagnostics import Diagnostics
 from hf_helix.engine.evaluate import evaluate_batch
 from hf_helix.engine.float8 import check_float8, describe_float8
 from hf_helix.engine.microbatches import LossScale, WindowMaker, share_lengths
-from hf_helix.engine.optimizer_shards import cut_states, full_weights, host_threads, step_shards, unsharded
+from hf_helix.engine.mixed_types import type_between_layers
+from hf_helix.engine.optimizer_shards import (
+    cut_states,
+    full_weights,
+    host_threads,
+    keep_quantization,
+    step_shards,
+    steps_shards,
+    unsharded,
+)
 from hf_helix.engine.proof.first_use import prove_on_first_use
 from hf_helix.engine.recompute import modes_of
 from hf_helix.engine.snapshot import Snapshot
@@ -66,6 +75,7 @@ from hf_helix.runtime.distributed.agreement import (
     agree_on_action,
     agree_on_window,
     check_same_on_all_ranks,
+    on_all_ranks,
     sum_over_ranks,
 )
 from hf_helix.runtime.distributed.mesh import Mesh
@@ -80,6 +90,7 @@ from hf_helix.runtime.divided import (
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.failures.values import value_bounds
 from hf_helix.runtime.gradients.reduce import gradient_norm
+from hf_helix.runtime.local_parameters import local_parameters
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.notices import say
 from hf_helix.runtime.runner import Runner, measured, set_aside
@@ -153,6 +164,8 @@ class Engine(Diagnostics):
         open_four_bit(self.base)
         share: float = self.base.num_parameters(exclude_embeddings=True) / elements
         prove_on_first_use(self.base, self.config, self.mesh)
+        dtype, device = options.autocast_dtype, self.mesh.device
+        self._between_layers = on_all_ranks(lambda: type_between_layers(self.model, self.config, device, dtype))
         warn_bf16_weights(self.model)
         warn_random_start(self.model, options.weights, options.seed)
         return share
@@ -163,11 +176,14 @@ class Engine(Diagnostics):
         modes = modes_of(self.family.layers(base), options.checkpointing, config)
         about = fingerprint(base, self.mesh, config, dtype, modes)
         tuner = Tuner(config, type(base).__name__, about, options.num_microbatches)
-        return declare(model, config, self.mesh, modes, options.loss_tweaks, autocast_dtype=dtype), tuner
+        types: Any = {"autocast_dtype": dtype, "between_layers": self._between_layers}
+        return declare(model, config, self.mesh, modes, options.loss_tweaks, **types), tuner
 
     def _cut(self, declared: Declared, options: RunOptions) -> tuple[Runner, DividedParameters]:
         """Cuts the model as declared; returns its runner, and what users see of its parameters. Collective."""
-        full = {name: (parameter.shape, parameter.requires_grad) for name, parameter in self.model.named_parameters()}
+        self._full = full = {
+            name: (parameter.shape, parameter.requires_grad) for name, parameter in self.model.named_parameters()
+        }
         runner = start_runner(self.model, declared.rank_units, self.config, self.mesh, options, self._choose_plan)
         return runner, DividedParameters(self.model, runner.rank_units, self.mesh, full)
 
@@ -415,6 +431,16 @@ class Engine(Diagnostics):
             self._trained_then = trained
         self._check_unchanged()
         self._snapshot.check_trainable()
+        self._align_buffers()
+
+    def _align_buffers(self) -> None:
+        """Gives buffers that a script has changed, on any rank, rank 0's values, as DDP does before every window.
+        Collective on a model with buffers."""
+        if self._snapshot.has_buffers:
+            (have_changed,) = agree_on_action("a window is trained", [self._snapshot.have_buffers_changed()])
+            if have_changed:
+                align_buffers(self.model, self.mesh.device)
+                self._snapshot.have_buffers_changed()  # by the alignment itself
 
     @contextlib.contextmanager
     def _begin_window(self, window: Sequence[MicroBatch]) -> Iterator[None]:
@@ -520,8 +546,13 @@ class Engine(Diagnostics):
     def step_shards(self, optimizer: Any) -> None:
         """Replaces full parameters by this rank's shards in an optimizer that has not stepped. Initial states of the
         optimizer stay (Adagrad)."""
-        cut_states(optimizer, self.runner.rank_units, self.mesh)
-        step_shards(optimizer, self.runner.rank_units, self.runner.executor.streams)
+        rank_units = self.runner.rank_units
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # inside Accelerate's wrapper
+        if steps_shards(optimizer):  # as at a second `train()`
+            return
+        cut_states(optimizer, rank_units, self.mesh)
+        step_shards(optimizer, rank_units, self.runner.executor.streams)
+        keep_quantization(optimizer, self._full, local_parameters(self.model, rank_units, self.mesh))
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 

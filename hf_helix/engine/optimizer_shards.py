@@ -3,8 +3,12 @@
 In:   an optimizer that has not stepped, made before or after the model was cut; a cut model.
 Out:  the same optimizer over this rank's parameters and shards; the same model with full weights on every rank.
 Must hold: param groups, their options and their order stay, and so do initial states of optimizers (Adagrad), cut and
-sharded as their parameters are. After the context of full weights every sharded value is as before.
+sharded as their parameters are; quantized are the states of a part if those of the full parameter are. Hooks of a step
+see full parameters, the step itself this rank's elements. After the context of full weights every sharded value is as
+before.
 """
+
+from __future__ import annotations
 
 import contextlib
 import functools
@@ -18,71 +22,196 @@ import torch
 from torch import Tensor, nn
 
 from hf_helix.checkpoint.cut_parameters import has_slices
+from hf_helix.checkpoint.training_state import entry_of, format_of, named_states
 from hf_helix.config import HelixConfig
 from hf_helix.models.direct_use import direct_use_allowed
+from hf_helix.operators.param_shard import Placement
 from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.operators.zero.host_shard import arrived
 from hf_helix.operators.zero.zero1 import zero1_flat_parameters
-from hf_helix.runtime.distributed.agreement import agree_on_action
+from hf_helix.runtime.distributed.agreement import agree_on_action, on_all_ranks
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
-from hf_helix.runtime.divided import plain_parameters
+from hf_helix.runtime.divided import elements_of, plain_parameters
 from hf_helix.runtime.executor import issue_copy
 from hf_helix.runtime.failures.heartbeat import watched
+from hf_helix.runtime.local_parameters import LocalParameter
 from hf_helix.runtime.rank_units import RankUnits
 from hf_helix.runtime.streams import Streams
 
 
 def cut_states(optimizer: Any, rank_units: RankUnits, mesh: Mesh) -> None:
-    """Cuts optimizer states of full parameters as the parameters were cut; cut states stay."""
+    """Cuts optimizer states of full parameters as the parameters were cut; cut states stay. States that an optimizer
+    has made of divided parameters become this rank's elements."""
     owners = rank_units.owners
+
+    def cut(state: Any, parameter: nn.Parameter, placement: Placement) -> Any:
+        if not isinstance(state, Tensor) or not state.dim():
+            return state
+        if (elements := elements_of(state)) is not None:
+            return elements
+        if owners[parameter] != rank_units.rank:
+            return state.new_empty(0)  # as the parameter, which another pipeline rank holds
+        axis, full = mesh.axis_of(placement), placement.full_shape(parameter.shape)
+        return placement.cut(state, axis.size, axis.rank) if tuple(state.shape) == full else state
+
     for parameter, placement in rank_units.all_placements.items():
-        axis, states = mesh.axis_of(placement), optimizer.state.get(parameter, {})
-        full = placement.full_shape(parameter.shape) if owners[parameter] == rank_units.rank else None
-        for key, state in states.items():
-            if not isinstance(state, Tensor) or not state.dim():
-                continue
-            if full is None:
-                states[key] = state.new_empty(0)  # as the parameter, which another pipeline rank holds
-            elif tuple(state.shape) == full:
-                states[key] = placement.cut(state, axis.size, axis.rank)
+        if parameter in optimizer.state:
+            states = named_states(optimizer.state[parameter])
+            made = {key: cut(state, parameter, placement) for key, state in states.items()}
+            optimizer.state[parameter] = entry_of(made)
+
+
+def keep_quantization(
+    optimizer: Any, full: Mapping[str, tuple[torch.Size, bool]], local: Mapping[nn.Parameter, LocalParameter]
+) -> None:
+    """Has an optimizer with quantized states decide by full parameters, of which it has parts. Collective.
+
+    Args:
+        optimizer: over this rank's parts.
+        full: the full shape of every parameter by name, see `DividedParameters`.
+        local: the parameters that this rank steps, see `local_parameters`.
+
+    Raises:
+        ValueError: on every rank: a part cannot be quantized as the full parameter.
+    """
+    form = format_of(optimizer)
+    if form is not None:
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        parts = {
+            parameter: (about.name, full[about.name][0].numel())
+            for parameter, about in local.items()
+            if parameter in held
+        }
+        on_all_ranks(lambda: form.quantize_as_full(parts))
 
 
 def step_shards(optimizer: Any, rank_units: RankUnits, streams: Streams) -> None:
     """Replaces sharded parameters by this rank's shards in the param groups of an optimizer, also in later groups.
 
-    The optimizer may be wrapped by Accelerate, and may have the shards already. Where shards lie on the host, a step
-    goes by flat parameters, and copies to the device on `streams` run beside it.
+    Where shards lie on the host, a step goes by flat parameters, and copies to the device on `streams` run beside it.
     """
-    shards, optimizer = rank_units.shards, getattr(optimizer, "optimizer", optimizer)
-    if steps_shards(optimizer):  # as at a second `train()`
-        return
+    shards = rank_units.shards
     if hasattr(optimizer, "check_overrides"):  # bitsandbytes finds options by the parameters of modules
         optimizer.check_overrides()
     on_host = [flat for flat in rank_units.flat_parameters if flat.host is not None and flat.is_trained]
+    plain_step = PlainStep.of(optimizer)
     for name in ("step", "train", "eval"):  # schedule-free optimizers write to weights between modes
         method = getattr(optimizer, name, None)
         if callable(method):
-            function = host_threads(rank_units)(plain_parameters()(getattr(method, "__func__", method)))
+            context = plain_step.ending if name == "step" else plain_parameters
+            function = host_threads(rank_units)(context()(getattr(method, "__func__", method)))
             if name == "step" and on_host:
-                function = HostStep(optimizer, on_host, streams).complete_groups()(function)
+                function = HostStep(optimizer, on_host, streams, plain_step).complete_groups()(function)
             setattr(optimizer, name, MethodType(function, optimizer) if hasattr(method, "__func__") else function)
-    optimizer.register_step_post_hook(lambda *_: rank_units.mark_weights_stale())
+    plain_step.at_end(rank_units.mark_weights_stale)
     optimizer.add_param_group = functools.partial(_add_shards, optimizer.add_param_group, shards)
     for group in optimizer.param_groups:
         group["params"] = [shards.get(parameter, parameter) for parameter in group["params"]]
     counters = {
         key
         for parameter, states in optimizer.state.items()
-        for key, state in states.items()
-        if parameter.dim() and not getattr(state, "ndim", 0)
+        if isinstance(parameter, Tensor) and parameter.dim()  # others are the optimizer's own entries
+        for key, state in named_states(states).items()
+        if not getattr(state, "ndim", 0)
     }
     for flat in rank_units.flat_parameters:
         for parameter, shard in flat.shards.items():
             if parameter in optimizer.state:
-                states = optimizer.state.pop(parameter).items()
-                optimizer.state[shard] = {
-                    key: state if key in counters else flat.owned_part(state, parameter) for key, state in states
-                }
+                states = named_states(optimizer.state.pop(parameter)).items()
+                owned = {key: state if key in counters else flat.owned_part(state, parameter) for key, state in states}
+                optimizer.state[shard] = entry_of(owned)
+
+
+class PlainStep:
+    """The part of an optimizer's step between its hooks, in which parameters are ordinary parameters with this rank's
+    elements. Hooks that a script has registered run outside, where they see full parameters.
+
+    Torch has no context around that part: it begins with the last hook before it, and ends with the first hook after
+    it, or with the step, if an error ends the step.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._depth = 0  # above 1 in the step of a base, if a step calls it: torch runs hooks there as well
+        self._context: contextlib.AbstractContextManager[None] | None = None
+        self._at_begin: list[Callable[[], None]] = []
+        self._at_end: list[Callable[[], None]] = []
+        self._surround("pre", self._close, self._enter)
+        self._surround("post", self._leave, self._return)
+
+    def _surround(self, kind: str, first: Callable[[], None], last: Callable[[], None]) -> None:
+        """Registers the first and the last of all hooks before a step (`pre`), or after it (`post`)."""
+        name, hooks = f"register_step_{kind}_hook", getattr(self._optimizer, f"_optimizer_step_{kind}_hooks")
+        register = getattr(self._optimizer, name)
+        hooks.move_to_end(register(lambda *_: first()).id, last=False)
+        at_end = register(lambda *_: last()).id
+
+        def register_before(hook: Callable[..., Any]) -> Any:
+            handle = register(hook)
+            hooks.move_to_end(at_end)
+            return handle
+
+        setattr(self._optimizer, name, register_before)
+
+    @classmethod
+    def of(cls, optimizer: Any) -> PlainStep:
+        """Returns the one of an optimizer."""
+        known = vars(optimizer).get(_PLAIN_STEP)
+        if known is None:
+            known = vars(optimizer)[_PLAIN_STEP] = cls(optimizer)
+        return known
+
+    def at_begin(self, function: Callable[[], None]) -> None:
+        """Adds a function that runs at the begin of every step."""
+        self._at_begin.append(function)
+
+    def at_end(self, function: Callable[[], None]) -> None:
+        """Adds a function that runs at the end of every step without an error."""
+        self._at_end.append(function)
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """Returns a context around a step, at whose end the parameters are as they were before."""
+        depth = self._depth
+        if not getattr(type(self._optimizer).step, "hooked", False):  # a script has replaced the step of the class
+            self._enter()
+        try:
+            yield
+        finally:
+            self._depth = depth
+            if not depth:
+                self._close()
+
+    def _enter(self) -> None:
+        self._depth += 1
+        self._open()
+        if self._depth == 1:
+            for function in self._at_begin:
+                function()
+
+    def _leave(self) -> None:
+        if self._depth == 1:
+            for function in self._at_end:
+                function()
+        self._close()
+        self._depth -= 1
+
+    def _return(self) -> None:
+        if self._depth:
+            self._open()
+
+    def _open(self) -> None:
+        if self._context is None:
+            self._context = plain_parameters()
+            self._context.__enter__()
+
+    def _close(self) -> None:
+        if self._context is not None:
+            context, self._context = self._context, None
+            context.__exit__(None, None, None)
+
+
+_PLAIN_STEP = "_plain_step_of_helix"
 
 
 @contextlib.contextmanager
@@ -109,7 +238,7 @@ class HostStep:
     step all at once.
     """
 
-    def __init__(self, optimizer: Any, flats: Sequence[FlatParameter], streams: Streams) -> None:
+    def __init__(self, optimizer: Any, flats: Sequence[FlatParameter], streams: Streams, plain_step: PlainStep) -> None:
         self._optimizer, self._streams = optimizer, streams
         self._steps_parts = type(optimizer).__module__.startswith("torch.optim.")
         # Weights in the order of their first use. The gradients of the first come last, so its turn is later.
@@ -119,8 +248,8 @@ class HostStep:
             assert flat.host is not None
             flat.host.is_followed = True
         self._groups: list[tuple[dict[str, Any], list[Any]]] = []  # with all of their parameters
-        optimizer.register_step_pre_hook(lambda *_: self._begin())
-        optimizer.register_step_post_hook(lambda *_: self._end())
+        plain_step.at_begin(self._begin)
+        plain_step.at_end(self._end)
 
     @contextlib.contextmanager
     def complete_groups(self) -> Iterator[None]:

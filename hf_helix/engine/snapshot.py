@@ -2,13 +2,13 @@
 
 In:   a model, and the submodules called by operators.
 Out:  nothing, or an error that names a change unknown to the operators.
-Must hold: submodules called by operators may change at any time; a comparison takes a fraction of a millisecond.
+Must hold: submodules called by operators may change at any time, and buffers, which operators look up at every run,
+may get other values or be replaced; a comparison takes a fraction of a millisecond.
 """
 
 from collections.abc import Collection, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 Entry = tuple[str, dict[str, Any], str, Any]
@@ -28,6 +28,9 @@ class Snapshot:
         runs = {id(module) for module in running}
         self._modules = [(name, module) for name, module in model.named_modules() if id(module) not in runs]
         self._structure = list(_tensors_and_modules(model, runs))
+        tensors = ((values, key, value) for _, values, key, value in self._structure if isinstance(value, Tensor))
+        self._buffers = [(values, key) for values, key, value in tensors if not isinstance(value, nn.Parameter)]
+        self._seen = self._marks()
         self._forms = [(name, value, _form(value)) for name, value in model.named_parameters()]
         self._types = [(name, value, value.dtype) for name, value in model.named_parameters()]
         self._adapted = [(name, module) for name, module in model.named_modules() if hasattr(module, "merged_adapters")]
@@ -62,8 +65,25 @@ class Snapshot:
 
     def switches(self) -> list[object]:
         """Returns the numbers, texts and lists of the submodules that operators read in every window: modes, factors,
-        probabilities of dropout, active adapters."""
-        return [values.get(key) for values, key in self._switches]
+        probabilities of dropout, active adapters; and the addresses of buffers."""
+        addresses = (getattr(values.get(key), "data_ptr", int)() for values, key in self._buffers)
+        return [*(values.get(key) for values, key in self._switches), *addresses]
+
+    def _marks(self) -> list[object]:
+        """Returns what changes with each write to a buffer, and with each replacement."""
+        buffers = [values.get(key) for values, key in self._buffers]
+        versions = (None if each is None or each.is_inference() else each._version for each in buffers)
+        return [*zip(map(id, buffers), versions, strict=True)]
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether operators read buffers. Equal on all ranks."""
+        return bool(self._buffers)
+
+    def have_buffers_changed(self) -> bool:
+        """Returns whether this rank's buffers may have got other values since the last call."""
+        before, self._seen = self._seen, self._marks()
+        return self._seen != before
 
     def change_of_structure(self) -> str:
         """Returns a sentence about a replaced, removed or added module or tensor; empty without a change."""
@@ -71,8 +91,10 @@ class Snapshot:
             now = values.get(key)
             if now is value:
                 continue
-            if isinstance(value, nn.Module | nn.Parameter) or not (isinstance(now, Tensor) and torch.equal(now, value)):
+            if isinstance(value, nn.Module | nn.Parameter) or not isinstance(now, Tensor):
                 return f"{_joined(name, key)} was replaced or removed"
+            if now.shape != value.shape:
+                return f"{_joined(name, key)} has got another shape"
         for name, parameter, form in self._forms:
             if _form(parameter) != form:
                 return f"{name} has got another shape"

@@ -7,16 +7,17 @@ blocks, which begin anew with each slice, up to the rounding of the states.
 """
 
 import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Adafactor, Trainer
 
+from hf_helix.checkpoint.training_state import named_states
 from hf_helix.config import HelixConfig
 from hf_helix.engine.engine import Engine
-from hf_helix.engine.optimizer_shards import steps_shards
-from hf_helix.runtime.divided import plain_parameters
+from hf_helix.engine.optimizer_shards import PlainStep, steps_shards
 
 ELEMENT, BLOCK, MATRIX, MODEL = GRANULARITIES = ("element", "block", "matrix", "model")
 """What an optimizer reads to update an element: the element alone; the elements of a block with a common scale, as of
@@ -57,9 +58,15 @@ LIBRARIES = {
     "galore_torch": MATRIX,
     "optimi": MATRIX,
     "schedulefree": ELEMENT,
+    "torch_npu": BLOCK,
+    "torch_xla": BLOCK,
     "torchao": BLOCK,
+    "torchdistx": ELEMENT,
 }
 """The granularity of the optimizers of a package."""
+
+STEP_IN_BACKWARD = ("CPUOffloadOptimizer",)
+"""Optimizers of these packages with a step inside of backward."""
 
 LAYERWISE = ("LAMB", "LARS", "PytorchLARS")
 """Optimizers of bitsandbytes that scale the step of a matrix by its norm."""
@@ -75,22 +82,79 @@ FUSED_OPTIMIZERS = (
 )
 
 
-def granularity_of(kind: Any) -> str:
-    """Returns the granularity of an optimizer's class. Raises ValueError for an unknown attribute `granularity`."""
-    given = getattr(kind, "granularity", None)
+OUTSIDE_OF_STEPS = ("add_param_group", "load_state_dict", "register_state_dict_pre_hook", "state_dict", "zero_grad")
+"""Methods that a subclass may override and keep the granularity: no step calls them. Likewise names with two
+underscores, such as `__init__`."""
+
+LIBRARIES_THAT_WRAP = ("accelerate", "hf_helix", "torch", "transformers")
+"""The packages whose wrappers around a step read no parameter: hooks, profiles, counters of schedulers."""
+
+
+def granularity_of(optimizer: Any) -> str:
+    """Returns the granularity of an optimizer, or of an optimizer's class: as the class itself declares it, or that of
+    a known base if the step is the base's. Raises ValueError for an unknown attribute `granularity`."""
+    base, own = _base_and_own_methods(optimizer)
+    return MODEL if base is None or own else _known_granularity(base) or MODEL
+
+
+def _base_and_own_methods(optimizer: Any) -> tuple[Any, list[str]]:
+    """Returns the nearest base of known granularity, perhaps the class or the optimizer itself, and the methods that
+    stand in place of the base's; None without a known base."""
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    own: list[str] = []
+    for holder in (*([] if kind is optimizer else [optimizer]), *kind.__mro__):
+        if _known_granularity(holder) is not None:
+            is_declared = "granularity" in vars(holder)
+            return holder, [] if is_declared and not own else [*_replaced(own, kind, optimizer, holder)]
+        own += getattr(holder, "__dict__", {})
+    return None, []
+
+
+def _replaced(names: list[str], kind: type, optimizer: Any, base: Any) -> Iterator[str]:
+    """Yields the names of methods whose code is not the base's: overridden below the base, or replaced in it."""
+    inside = base if isinstance(base, type) else kind
+    for name in dict.fromkeys(["step", *names]):
+        known = getattr(inside, name, None)
+        if not callable(known) or name in OUTSIDE_OF_STEPS or name.startswith("__"):
+            continue
+        code, of_base = _code_of(getattr(optimizer, name)), _code_of(known)
+        is_patched = "granularity" not in vars(inside) and _package_of(of_base) != inside.__module__.partition(".")[0]
+        if code is not of_base or is_patched:
+            yield name
+
+
+def _known_granularity(holder: Any) -> str | None:
+    """Returns the granularity that a class declares, or that is known of the class itself; None without either."""
+    given = getattr(holder, "__dict__", {}).get("granularity")
     if given is not None:
         if given not in GRANULARITIES:
-            raise ValueError(f"{kind.__name__}.granularity={given!r} is unknown; use one of {', '.join(GRANULARITIES)}")
+            name = getattr(holder, "__name__", type(holder).__name__)
+            raise ValueError(f"{name}.granularity={given!r} is unknown; use one of {', '.join(GRANULARITIES)}")
         return str(given)
-    for each in getattr(kind, "__mro__", ()):
-        if each in ELEMENTWISE_CLASSES:
-            return ELEMENT
-        if each in MATRIXWISE_CLASSES or each.__name__.startswith(LAYERWISE):
-            return MATRIX
-        library = each.__module__.partition(".")[0]
-        if library in LIBRARIES:
-            return LIBRARIES[library]
-    return MODEL
+    if not isinstance(holder, type):
+        return None
+    if holder in ELEMENTWISE_CLASSES:
+        return ELEMENT
+    if holder in MATRIXWISE_CLASSES or holder.__name__.startswith(LAYERWISE):
+        return MATRIX
+    library = holder.__module__.partition(".")[0]
+    return None if holder.__name__ in STEP_IN_BACKWARD else LIBRARIES.get(library)
+
+
+def _code_of(function: Any) -> Any:
+    """Returns the function inside the wrappers of known libraries."""
+    while True:
+        function = getattr(function, "__func__", function)
+        inner = getattr(function, "__wrapped__", None)
+        if inner is None or _package_of(function) not in LIBRARIES_THAT_WRAP:
+            return function
+        function = inner
+
+
+def _package_of(function: Any) -> str:
+    """Returns the package with a function's code."""
+    names: Mapping[str, Any] = getattr(function, "__globals__", {})
+    return str(names.get("__name__", "")).partition(".")[0]
 
 
 def cuts_of(config: HelixConfig, granularity: str = MODEL) -> str:
@@ -130,23 +194,33 @@ def check_trainers_optimizer(trainer: Any) -> None:
         _check_new_optimizer("optimizers", trainer.optimizer, config)
 
 
-def _check_optimizer_class(option: str, kind: Any, config: HelixConfig) -> None:
-    cuts = cuts_of(config, granularity_of(kind))
-    if cuts:
-        raise ValueError(
-            f"{option}=({getattr(kind, '__name__', kind)}, ...): {cuts}; use one of {_ELEMENTWISE_NAMES}, or say "
-            "`granularity = 'element'` in the class if it treats every element by itself ('block': blocks of elements, "
-            "'matrix': matrices, for pp_size alone)"
-        )
+def _check_optimizer_class(option: str, optimizer: Any, config: HelixConfig) -> None:
+    """Refuses an optimizer, or a class of optimizers, that reads more than a rank holds."""
+    cuts = cuts_of(config, granularity_of(optimizer))
+    if not cuts:
+        return
+    kind = optimizer if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups") else type(optimizer)
+    name = getattr(kind, "__name__", str(kind))
+    base, own = _base_and_own_methods(optimizer)
+    if base is not None and own:
+        known = getattr(base, "__name__", type(base).__name__)
+        cuts = f"its {own[0]} is not the one of {known}, so {cuts}"
+    raise ValueError(
+        f"{option}=({name}, ...): {cuts}; use one of {_ELEMENTWISE_NAMES}, or write `granularity = 'element'` into "
+        f"class {name} itself if it treats every element by itself ('block': blocks of elements, 'matrix': matrices, "
+        "for pp_size only)"
+    )
 
 
 def _check_new_optimizer(option: str, optimizer: Any, config: HelixConfig) -> None:
     """Refuses an optimizer whose states cannot be cut with the model."""
     name = type(optimizer).__name__
-    _check_optimizer_class(option, type(optimizer), config)
+    _check_optimizer_class(option, optimizer, config)
     if not cuts_of(config):
         return
-    states = [states for states in optimizer.state.values() if states]
+    # Entries under other keys than parameters are the optimizer's own business.
+    states = [named_states(states) for key, states in optimizer.state.items() if isinstance(key, torch.Tensor)]
+    states = [each for each in states if each]
     if any(getattr(state, "is_meta", False) for each in states for state in each.values()):
         raise ValueError(
             f"{option}=({name}, ...) starts with states, which are on the meta device with the model and have no "
@@ -159,6 +233,12 @@ def _check_new_optimizer(option: str, optimizer: Any, config: HelixConfig) -> No
             f"{option}=({name}, ...) has taken steps on the whole model, and its averages are not taken over; give a "
             "new one"
         )
+
+
+def check_made_optimizer(optimizer: Any, config: HelixConfig) -> None:
+    """Refuses the optimizer that a Trainer has made, by `optim` or by a method of a class, if it reads more than a rank
+    holds."""
+    _check_optimizer_class("optimizer", optimizer, config)
 
 
 def check_optimizer(optimizer: Any, model: Any, config: HelixConfig) -> None:
@@ -196,10 +276,10 @@ def watch_steps(engine: Engine) -> None:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         owner = alive()
         if owner is not None and not steps_shards(optimizer) and not owned.isdisjoint(held):
-            _check_optimizer_class("optimizer", type(optimizer), config)
+            _check_optimizer_class("optimizer", optimizer, config)
             owner.step_shards(optimizer)
             args = _StepArguments(args)  # from the next step on, the optimizer enters the context itself
-            args.context = plain_parameters()
+            args.context = PlainStep.of(optimizer).ending()
             args.context.__enter__()
         return args, kwargs
 

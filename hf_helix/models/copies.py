@@ -11,6 +11,7 @@ import functools
 from types import CellType, FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -23,6 +24,12 @@ def copy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> Any:
             if isinstance(value, (FunctionType, functools.partial)):
                 vars(memo[id(given)])[name] = rebound(value, memo)
     return copied
+
+
+def as_made(model: Any) -> Any:
+    """Returns an unpatched model of the same class and sizes, on the meta device."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return type(model)(copy.deepcopy(model.config))
 
 
 def rebound(value: Any, memo: dict[int, Any]) -> Any:

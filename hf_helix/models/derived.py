@@ -55,7 +55,6 @@ from hf_helix.models.trace.trace import (
     trace,
 )
 from hf_helix.operators.base import Tensors
-from hf_helix.operators.param_shard import COPIED
 from hf_helix.operators.unit import Unit
 
 POSITIONS = {
@@ -169,7 +168,7 @@ class DerivedFamily(Family):
             x, features = b.autograd_outputs("deepstack", _add_features, ("deepstack", FEATURES), x, features)
         more = () if features is None else (features,)
         handed = () if plan.handed is None else (b.indices(HANDED, _same, lowering.value(plan.handed, FULL)),)
-        b.record_cut([p for name, p in named if not plan.trace.reads(name)], COPIED)
+        b.keep_unread([p for name, p in named if not plan.trace.reads(name)])
         if sums is None:
             return b.build(x, *more, *handed)
         routers = self._routers_in(layer)
@@ -196,6 +195,23 @@ class DerivedFamily(Family):
     def layer_key(self, model: Any, index: int) -> str:
         return self._key(index)
 
+    def unread_parameters(self, model: Any) -> Collection[nn.Parameter]:
+        """Returns the parameters that no trace reads."""
+        layers = self.calls.decoder.layers
+        plans = [self._kind(index, 1, 0) for index in range(len(layers))]
+        inside = [
+            (parameter, plan.trace.reads(name))
+            for layer, plan in zip(layers, plans, strict=True)
+            for name, parameter in layer.named_parameters()
+        ]
+        ends, own = self._plans_of_ends(model, 1, 0), {parameter for parameter, _ in inside}
+        outside = [
+            (parameter, any(plan.trace.reads(name) for plan in ends))
+            for name, parameter in model.named_parameters()
+            if parameter not in own
+        ]
+        return {parameter for parameter, is_read in (*inside, *outside) if not is_read}
+
     def embedding(self, b: Builder, model: Any) -> Unit:
         plan, _ = self._plans_of_ends(model, b.tp.size, b.tp.rank)
         x = Lowering(plan, b, model, {}).run()
@@ -206,8 +222,10 @@ class DerivedFamily(Family):
         features = (FEATURES,) if self._has_features else ()
         return b.build(x, *self.balance_start(b, model), *features, *handed)
 
-    def empty(self, model: Any, tp_size: int, ends_at_decoder: bool = False) -> Callable[[Mapping[str, Any]], Tensors]:
-        make, trace = super().empty(model, tp_size, ends_at_decoder), self._kind(0, 1, 0).trace
+    def empty(
+        self, model: Any, tp_size: int, ends_at_decoder: bool = False, dtype: torch.dtype | None = None
+    ) -> Callable[[Mapping[str, Any]], Tensors]:
+        make, trace = super().empty(model, tp_size, ends_at_decoder, dtype), self._kind(0, 1, 0).trace
         handed = trace.handed
         if self._has_features:  # after the first pipeline stage none are left
             return lambda side: (*(made := make(side)), made[0].new_empty(0, *made[0].shape[1:]))

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from hf_helix.models.alike import description
 from hf_helix.models.batch_inputs import SequenceCut, document_ends, documents_of, form_of, starts_of, targets_of
+from hf_helix.models.copies import as_made
 from hf_helix.models.four_bit import matrix_sizes
 from hf_helix.models.graph.balance import BALANCE, Balance
 from hf_helix.models.graph.builder import Builder
@@ -225,11 +226,18 @@ class Family(ABC):
         """Returns the submodules that are called to make side inputs, for example a rope."""
         return ()
 
+    def unread_parameters(self, model: Any) -> Collection[nn.Parameter]:
+        """Returns the parameters that the model's code never reads: a script has added them to the class's own."""
+        made = as_made(model)
+        return {parameter for name, parameter in model.named_parameters() if _is_added(name, model, made)}
+
     def num_positions(self, model: Any) -> int | None:
         """Returns the rows of the table of positions; None if every position has an embedding."""
         return None
 
-    def empty(self, model: Any, tp_size: int, ends_at_decoder: bool = False) -> Callable[[Mapping[str, Any]], Tensors]:
+    def empty(
+        self, model: Any, tp_size: int, ends_at_decoder: bool = False, dtype: torch.dtype | None = None
+    ) -> Callable[[Mapping[str, Any]], Tensors]:
         """Returns a function of the side inputs that allocates a layer's outputs: [sequence shard, batch, hidden], and
         the sums of a load-balancing loss. Called after the units are declared and before the model is cut.
 
@@ -237,9 +245,11 @@ class Family(ABC):
             model: the Transformers model.
             tp_size: the number of tensor-parallel ranks.
             ends_at_decoder: whether the caller computes the loss, so that layers pass no sums on.
+            dtype: of the outputs; None for the type of the embedding.
         """
         weight = model.get_input_embeddings().weight
-        hidden, dtype, balance = weight.shape[1], weight.dtype, None if ends_at_decoder else self.balance(model)
+        hidden, dtype = weight.shape[1], dtype or weight.dtype
+        balance = None if ends_at_decoder else self.balance(model)
 
         def make(side: Mapping[str, Any]) -> Tensors:
             ids = side["ids"]
@@ -386,3 +396,14 @@ def check_cuts(tp_size: int, heads: Mapping[str, int], lengths: Mapping[str, int
             f"tp_size={tp_size} leaves ranks without a row of a dimension of {shortest} ({given}); "
             f"use tp_size={shortest} or less"
         )
+
+
+def _is_added(name: str, model: Any, made: Any) -> bool:
+    """Returns whether a parameter lies in a part that a module of the class does not have."""
+    for part in name.split("."):
+        if type(model) is not type(made):  # replaced or wrapped, such as by PEFT
+            return False
+        if not hasattr(made, part):
+            return True
+        model, made = getattr(model, part), getattr(made, part)
+    return False

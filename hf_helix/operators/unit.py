@@ -42,6 +42,7 @@ class Unit:
         loss_shape: of the head's output: a scalar, or a loss followed by figures.
         ends_at_decoder: of the last unit, whether its output is the decoder's, and a caller computes losses.
         above: the parameters above the decoder, which only the caller's code reads.
+        unread: the parameters that the model's code never reads: kept and saved, without a gradient.
         flat_parameters: by the values of gathered weights, also of backward; empty if every rank keeps all weights.
     """
 
@@ -55,6 +56,7 @@ class Unit:
     loss_shape: tuple[int, ...] = ()
     ends_at_decoder: bool = False
     above: Collection[torch.nn.Parameter] = ()
+    unread: Collection[torch.nn.Parameter] = ()
     flat_parameters: Mapping[str, FlatParameter] = field(default_factory=dict)
 
     @property
@@ -101,7 +103,10 @@ class Unit:
                     replace(half, label=f"{self.label}.{name}") for half, name in ((front, FRONT), (rear, REAR))
                 )
                 placed = [*front.placements, *rear.placements]  # none twice, none without a reader
-                return (front, rear) if len(placed) == len(self.placements) == len({*placed}) else None
+                if len({*placed}) < len(placed) or {*placed, *self.unread} != self.placements.keys():
+                    return None
+                unread = {parameter: self.placements[parameter] for parameter in self.unread}
+                return front, replace(rear, placements={**rear.placements, **unread}, unread=self.unread)
         return None
 
     def part(

@@ -182,7 +182,9 @@ class DividedParameters:
             for each in (parameter,) if shard is None else (parameter, shard):
                 each._division, each._trained = division, trained  # type: ignore[attr-defined]
                 self._parameters.append(each)
-        self._absent = [parameter for parameter in self._parameters if not parameter._division.is_here]
+        unread = rank_units.unread
+        absent = [parameter for parameter in self._parameters if not parameter._division.is_here]
+        self._absent = [parameter for parameter in absent if parameter not in unread]
         _live.add(self)
         self.show(not _depth)
 
@@ -238,6 +240,14 @@ def full_of(value: Tensor) -> Tensor:
     """Returns the full tensor of a divided tensor, or the given ordinary tensor. Collective where divided."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         return _full(value)
+
+
+def elements_of(value: Tensor) -> Tensor | None:
+    """Returns this rank's elements of a divided tensor; None for other tensors, and for views."""
+    if not isinstance(value, DividedTensor) or value._path:
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        return _held(value).detach().as_subclass(Tensor)
 
 
 # -- code that callers run -----------------------------------------------------------------------------------------

@@ -110,6 +110,11 @@ class RankUnits:
         """The parameters above the decoder, see `Unit.above`."""
         return self.all_units[self.head].above
 
+    @property
+    def unread(self) -> Collection[nn.Parameter]:
+        """The parameters that no code reads, see `Unit.unread`."""
+        return {parameter for unit in self.all_units.values() for parameter in unit.unread}
+
     def transfers(self) -> list[tuple[int, PipelineTransfer]]:
         """This rank's ends of the P2P links to other ranks, with their indices in the layout."""
         ends = ((index, unit.operators["transfer"]) for index, unit in self.ends.items())

@@ -12,12 +12,11 @@ looked at, and nothing of the proof stays in memory.
 """
 
 import contextlib
-import copy
 import functools
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,7 +31,7 @@ from hf_helix.config import AUTO, SCHEDULES, HelixConfig
 from hf_helix.engine.proof.prove import Subject, describe, prove
 from hf_helix.engine.proof.verdict import Proof, first_names
 from hf_helix.models.alike import digest_of_code, text_of
-from hf_helix.models.copies import rebound
+from hf_helix.models.copies import as_made, rebound
 from hf_helix.models.registry import family_of
 from hf_helix.models.trace.calls import Decoder
 from hf_helix.models.trace.mixers import PACKAGES
@@ -76,11 +75,12 @@ def carry_patches(model: Any, small: Any) -> None:
     Raises:
         ValueError: names a patch that cannot be carried over.
     """
-    plain, decoder = _as_made(model), Decoder(model)
+    plain, decoder = as_made(model), Decoder(model)
     prefix = decoder.prefix
     inside = {id(module) for layer in decoder.layers for module in layer.modules()}
-    outside = list(_patches(model, plain, "", lambda module: id(module) in inside))
-    sources = _sources(model, plain, small, prefix)
+    unread = family_of(model).unread_parameters(model)
+    outside = list(_patches(model, plain, "", lambda module: id(module) in inside or _is_unread(module, unread)))
+    sources = _sources(model, plain, small, prefix, unread)
     shared = {id(model.config): small.config, **_pairs(model, small)}
     for patch in outside:
         _put(small, patch, shared)
@@ -90,13 +90,15 @@ def carry_patches(model: Any, small: Any) -> None:
             _put(layer, patch, memo, f"{prefix}.{source}")
 
 
-def _as_made(model: Any) -> Any:
-    """Returns an unpatched model of the same class and sizes, on the meta device."""
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        return type(model)(copy.deepcopy(model.config))
+def _is_unread(module: nn.Module, unread: Collection[nn.Parameter]) -> bool:
+    """Whether no code reads a module: it has parameters, and none of them is read."""
+    parameters = list(module.parameters())
+    return bool(parameters) and all(parameter in unread for parameter in parameters)
 
 
-def _sources(model: Any, plain: Any, small: Any, prefix: str) -> list[tuple[int, list[Patch]]]:
+def _sources(
+    model: Any, plain: Any, small: Any, prefix: str, unread: Collection[nn.Parameter]
+) -> list[tuple[int, list[Patch]]]:
     """Returns for each layer of a small model a layer of the same kind, and its patches.
 
     Every set of patches of a kind is among them; patches that differ in numbers only are equal.
@@ -106,7 +108,9 @@ def _sources(model: Any, plain: Any, small: Any, prefix: str) -> list[tuple[int,
     patches: dict[int, list[Patch]] = {}
     ways: dict[Any, dict[Any, list[int]]] = {kind: {} for kind in small_kinds}
     for number, layer in enumerate(layers):
-        patches[number] = list(_patches(layer, made[number], f"{prefix}.{number}."))
+        patches[number] = list(
+            _patches(layer, made[number], f"{prefix}.{number}.", lambda module: _is_unread(module, unread))
+        )
         way = frozenset((patch.path, patch.name, patch.code) for patch in patches[number])
         kind = _kind(plain, made[number], number)
         groups, count = ways.setdefault(kind, {}), small_kinds.count(kind)

@@ -57,7 +57,6 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("eval_use_gather_object", bool, "eval_use_gather_object=False: metrics are gathered as tensors"),
     ("label_names", lambda names: names not in (None, ["labels"]), "label_names=None: labels are named labels"),
     ("ddp_find_unused_parameters", bool, "ddp_find_unused_parameters=None: no DistributedDataParallel is made"),
-    ("ddp_broadcast_buffers", bool, "ddp_broadcast_buffers=None: no DistributedDataParallel is made"),
     ("ddp_static_graph", bool, "ddp_static_graph=None: no DistributedDataParallel is made"),
     ("ddp_bucket_cap_mb", bool, "ddp_bucket_cap_mb=None: no DistributedDataParallel is made"),
 )

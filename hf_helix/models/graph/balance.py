@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, __version__
 
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.experts import counted_in
+from hf_helix.models.peft import unwrapped
 from hf_helix.operators.base import Tensors
 from hf_helix.operators.moe import COUNTED, RouterMeter, counted_tokens
 
@@ -164,8 +165,10 @@ class Router:
 
 
 def routers_of(model: nn.Module) -> list[Router]:
-    """Returns the submodules whose outputs Transformers records as `router_logits`."""
-    return list(_routers(model, "", []))
+    """Returns the submodules whose outputs Transformers records as `router_logits`; the one in use of PEFT's copies."""
+    wrapped = [unwrapped(module) for module in model.modules() if hasattr(module, "modules_to_save")]
+    idle = {id(copy) for inside in wrapped for copy in inside.copies if copy is not inside.module}
+    return [router for router in _routers(model, "", []) if id(router.module) not in idle]
 
 
 def balance_of(model: Any) -> Balance | None:

@@ -83,6 +83,7 @@ class Builder:
         self._inputs: list[str] = []
         self._plain_inputs: list[str] = []
         self._above: set[nn.Parameter] = set()
+        self._unread: set[nn.Parameter] = set()
 
     def input(self, name: str, is_plain: bool = False) -> str:
         """Adds an input of the unit; a plain one has no gradient."""
@@ -213,6 +214,11 @@ class Builder:
                         "on_shard=)"
                     )
 
+    def keep_unread(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Records parameters that the model's code never reads."""
+        self.record_cut(parameters, COPIED)
+        self._unread.update(parameters)
+
     def build(self, *outputs: str) -> Unit:
         """Returns the declared unit with these outputs."""
         declared, inputs = tuple(self._declared), tuple(self._inputs)
@@ -236,6 +242,7 @@ class Builder:
             loss_shape=(3,) if self.loss_tweaks.figures else (),
             ends_at_decoder=self.loss_tweaks.ends_at_decoder,
             above=self._above,
+            unread=self._unread,
         )
 
     def autograd_outputs(

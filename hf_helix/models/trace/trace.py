@@ -480,6 +480,7 @@ def refusal_of(what: str, error: Exception) -> Underivable:
 
 
 def _trace_of(program: Any, opaque_calls: OpaqueCalls, given: Sequence[Given]) -> ModuleTrace:
+    _check_buffers(program)
     rewrite(program.graph)
     nodes = list(program.graph.nodes)
     for node in partial_writes(program.graph):
@@ -524,6 +525,22 @@ def _trace_of(program: Any, opaque_calls: OpaqueCalls, given: Sequence[Given]) -
         sequence=sequence,
         longest=_longest(program.range_constraints.get(sequence)),
     )
+
+
+def _check_buffers(program: Any) -> None:
+    """Refuses code that writes to a buffer: a graph would not contain the effect."""
+    names = program.graph_signature.inputs_to_buffers
+    for node in program.graph.nodes:
+        if not _name_in_place(node):
+            continue
+        written: Any = node.args[0]
+        while written.op == "call_function" and any(f"aten.{part}." in str(written.target) for part in PARTS):
+            written = written.args[0]
+        if written.name in names:
+            raise Underivable(
+                f"its forward pass writes to the buffer {names[written.name].removeprefix('module.')}, which is not "
+                "built; change the buffer between steps, in a callback"
+            )
 
 
 def _longest(constraint: Any) -> int | None:

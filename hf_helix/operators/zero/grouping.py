@@ -34,7 +34,8 @@ def make_flat_parameters(
     frozen: bool = True,
 ) -> list[list[AnyFlatParameter]]:
     """Returns the flat parameters of every unit. Parameters with several reading units have a flat parameter of their
-    own, shared by these units. Parameters above the decoder, and those in a flat parameter already, get none.
+    own, shared by these units. Parameters above the decoder, those that no code reads, and those in a flat parameter
+    already, get none.
 
     Args:
         units: of the whole model, in forward order.
@@ -52,7 +53,8 @@ def make_flat_parameters(
             users.setdefault(parameter, []).append(index)
             placements[parameter] = placement
     known = {parameter for unit in units for flat in unit.flat_parameters.values() for parameter in flat.placements}
-    for parameter in {*units[-1].above, *known}:
+    unread = {parameter for unit in units for parameter in unit.unread}
+    for parameter in {*units[-1].above, *unread, *known}:
         del users[parameter]
     cast = set(_read_only_by_products(units)) if autocast_dtype is not None else set()
     members: dict[tuple[tuple[int, ...], str, bool], list[nn.Parameter]] = {}

@@ -135,12 +135,14 @@ def adders_of(units: Mapping[int, Unit]) -> dict[Tensor, list[Adder]]:
 
 
 def _all_adders(units: Mapping[int, Unit]) -> dict[Tensor, list[Adder]]:
-    """Returns `adders_of`; for a parameter that no operator names, every computation of its unit."""
+    """Returns `adders_of`; for a parameter that no operator names, every computation of its unit, unless no code reads
+    it."""
     adders = adders_of(units)
     for index in sorted(units, reverse=True):
         computing = [op.name for op in units[index].graphs.backward.operators if not op.kind.communicates]
         for parameter in units[index].placements:
-            adders.setdefault(parameter, [(index, name) for name in computing])
+            is_unread = parameter in units[index].unread
+            adders.setdefault(parameter, [] if is_unread else [(index, name) for name in computing])
     return adders
 
 

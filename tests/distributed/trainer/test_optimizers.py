@@ -31,18 +31,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def follow(folder: str, optim: str, helix: dict[str, Any] | None = None, resume: bool = False) -> list[float]:
+def follow(
+    folder: str, optim: str, helix: dict[str, Any] | None = None, resume: bool = False, width: int = 128
+) -> list[float]:
     """Returns the logged losses, of the stock Trainer without `helix`. A class in `MADE` is the script's to make."""
     torch.manual_seed(0)
     rows = STEPS * [torch.randint(1, 131, (16,)) for _ in range(4)]
-    sizes = {} if optim in MADE else {"hidden_size": 128, "intermediate_size": 256}  # blocks are of 256 elements
-    model = llama(num_hidden_layers=4, **sizes)
+    sizes = {} if optim in MADE else {"hidden_size": width, "intermediate_size": 2 * width, "vocab_size": 132}
+    model = llama(num_hidden_layers=4, **sizes)  # blocks are of 256 elements
     sharded = helix is not None and not ({"tp_size", "pp_size"} & helix.keys())
     training: dict[str, Any] = {"learning_rate": RATES.get(optim, 2e-3), "save_strategy": "steps", "save_steps": SAVED}
     training |= {"max_steps": STEPS, "logging_steps": 1, "lr_scheduler_type": "constant", **OPTIONS.get(optim, {})}
     training |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1 if sharded else 2}
     given: dict[str, Any] = {"model": model, "train_dataset": [{"input_ids": row, "labels": row} for row in rows]}
-    if optim in MADE:
+    if optim in LATER:
+        given["optimizer_cls_and_kwargs"] = (MADE[optim], {"lr": 1e-2})
+    elif optim in MADE:
         given["optimizers"] = (MADE[optim]([each for each in model.parameters() if each.dim() == 2], lr=3e-3), None)
     else:
         training["optim"] = optim
@@ -87,6 +91,26 @@ def test_a_run_is_the_stock_trainers_and_goes_on(
     assert again == whole
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2", "shard_optimizer", "shard_parameters"])
+@pytest.mark.parametrize(
+    ("optim", "package"),
+    [
+        ("adamw_bnb_8bit", "bitsandbytes"),
+        *((f"adamw_torch_{bits}bit", "torchao") for bits in (8, 4)),
+    ],
+)
+def test_states_are_quantized_as_those_of_the_full_parameter(
+    optim: str, package: str, layout: str, cluster_of: Any, tmp_path: Path
+) -> None:
+    """Full parameters have 4,096 elements or more, the parts of ranks fewer."""
+    pytest.importorskip(package)
+    expected = follow(str(tmp_path / "stock"), optim, width=64)
+    job = {"folder": str(tmp_path / "helix"), "optim": optim, "width": 64}
+    for losses in cluster_of(2).run(follow, **job, helix=LAYOUTS[layout]):
+        assert losses == pytest.approx(expected, rel=1e-2 if "4bit" in optim else 5e-3)
+
+
 class Signs(torch.optim.Optimizer):
     """A user's optimizer."""
 
@@ -117,7 +141,49 @@ class Mistaken(Signs):
     granularity = "rows"
 
 
-MADE = {"Muon": torch.optim.Muon, "Signs": Signs, "Normed": Normed, "Mistaken": Mistaken}
+class Centered(torch.optim.AdamW):
+    """AdamW after a change of gradients row by row, by a step of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        center(self)
+        return super().step(closure)
+
+
+class Noted(torch.optim.Adagrad):
+    """States from the start, and entries that belong to no parameter."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr, initial_accumulator_value=0.01)
+        self.state["names"] = ["a", "b"]
+        self.state["mean"] = torch.zeros(3)
+
+
+@torch.no_grad()
+def center(optimizer: Any, *_: Any) -> None:
+    """Centers the gradients of matrices, row by row."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.dim() == 2:
+                parameter.grad.sub_(parameter.grad.mean(1, keepdim=True))
+
+
+def centered_by_a_hook(parameters: Any, lr: float) -> torch.optim.AdamW:
+    optimizer = torch.optim.AdamW(parameters, lr=lr)
+    optimizer.register_step_pre_hook(center)
+    return optimizer
+
+
+MADE: dict[str, Any] = {
+    "Muon": torch.optim.Muon,
+    "Signs": Signs,
+    "Normed": Normed,
+    "Mistaken": Mistaken,
+    "Centered": Centered,
+    "Noted": Noted,
+    "hook": centered_by_a_hook,
+}
+LATER = ("Noted",)
+"""Classes of which the trainer makes the optimizer, when the model is cut."""
 
 
 @pytest.mark.parametrize(
@@ -126,6 +192,10 @@ MADE = {"Muon": torch.optim.Muon, "Signs": Signs, "Normed": Normed, "Mistaken": 
         slow("Muon", "pp2"),
         ("Signs", "tp2"),
         slow("Normed", "pp2"),
+        ("Noted", "pp2"),
+        *(slow("Noted", layout) for layout in ("tp2", "shard_optimizer", "shard_parameters")),
+        ("hook", "tp2"),
+        *(slow("hook", layout) for layout in ("pp2", "shard_optimizer", "shard_parameters")),
     ],
 )
 def test_a_class_says_what_it_reads(optim: str, layout: str, cluster_of: Any, tmp_path: Path) -> None:
@@ -144,6 +214,7 @@ def test_a_class_says_what_it_reads(optim: str, layout: str, cluster_of: Any, tm
     [
         ("Muon", "tp2", "(Muon, ...): it reads full matrices, and with tp_size=2 a rank holds only a part"),
         ("Normed", "shard_optimizer", "it reads full matrices, and with shard_optimizer=True"),
+        ("Centered", "tp2", "(Centered, ...): its step is not the one of AdamW, so it may look at more than single"),
         ("Mistaken", "tp2", "Mistaken.granularity='rows' is unknown; use one of element, block, matrix, model"),
     ],
 )
