@@ -1,9 +1,9 @@
-"""Claims: the mark of hf_helix on what it writes, with the process that writes it.
+"""Claims: the mark of hf_helix on a folder, with the name of the writing process.
 
 In:   the path of a mark, or a folder for unfinished files.
-Out:  a locked mark; the name of the process that holds one; the unfinished folders of processes that are gone.
-Must hold: only folders with a mark are unfinished folders, and no symbolic link is one. A lock ends with its process,
-however that ends, and forked processes do not hold it. Without locks in a file system, marks are held by nobody.
+Out:  a locked mark; the name of the process with the lock; the unfinished folders of ended processes.
+Must hold: only folders with a mark are unfinished folders, never symbolic links. A lock ends with its process, after
+any kind of end, and forked processes do not share the lock. A file system without locks has marks without holders.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _TAKEN = (errno.EACCES, errno.EAGAIN)
 
 
 class Held(Exception):
-    """A claim of another process; the message names the process."""
+    """Another process holds the claim; the message names the process."""
 
 
 @dataclass
 class Claim:
-    """A mark that this process holds; `release` deletes it."""
+    """A mark in the hands of this process; `release` deletes the mark."""
 
     path: Path
     file: int
@@ -40,7 +40,7 @@ class Claim:
     uses: int = 1
 
     def release(self) -> None:
-        """Ends one use of the claim; with the last one the mark is deleted."""
+        """Ends a use of the claim; the last use deletes the mark."""
         self.uses -= 1
         if self.uses:
             return
@@ -58,7 +58,7 @@ def _key(path: Path) -> tuple[int, Path]:
 
 
 def take_claim(path: Path) -> Claim:
-    """Returns a claim on a mark, which this process may hold already.
+    """Returns a claim on a mark; a process may take a claim several times.
 
     Raises:
         Held: another process holds the mark.
@@ -120,7 +120,7 @@ def delete_unfinished(folder: Path) -> None:
 
 
 def find_unfinished(parent: Path, prefix: str) -> Iterator[Path]:
-    """Yields the unfinished folders of processes that are gone."""
+    """Yields the unfinished folders of ended processes."""
     for folder in sorted(parent.glob(f"{prefix}*")):
         mark = folder / MARK
         if folder.is_symlink() or mark.is_symlink() or not mark.is_file() or _key(mark) in _held:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import itertools
 import json
 import math
@@ -309,6 +310,14 @@ def disk_errors(path: Path) -> Iterator[None]:
         if error.errno not in _FULL or ROOM in str(error):
             raise
         raise OSError(error.errno, f"{error.strerror}: {error.filename or path}; {ROOM}") from error
+
+
+def save_torch(value: Any, path: Path) -> None:
+    """Writes a small file by `torch.save`, whose own errors of a full disk do not say so."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    with disk_errors(path):
+        path.write_bytes(buffer.getvalue())
 
 
 def check_files(paths: Iterable[Path], expected: Mapping[str, Tensor]) -> None:

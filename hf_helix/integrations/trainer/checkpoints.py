@@ -44,6 +44,7 @@ from hf_helix.integrations.trainer.stock import TrainerAttributes
 from hf_helix.integrations.upstream import overrides
 from hf_helix.planning.timing.sizes import Sizes, size_text
 from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_success, decide_on_rank_0
+from hf_helix.runtime.distributed.groups import host_name
 from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.divided import full_of, plain_parameters
 from hf_helix.runtime.failures.heartbeat import watched
@@ -275,9 +276,15 @@ class CheckpointHooks(TrainerAttributes):
         probe = decide_on_rank_0(lambda: _probe(folder, needed))
         # The model can go through rank 0, but optimizer states come from all ranks, and all ranks read.
         is_shared = not self.args.save_only_model or self.args.load_best_model_at_end
-        lost = f"output_dir={str(folder)!r} is not the folder that rank 0 has written to; give one that all hosts share"
+        host = host_name().split()[0]
+        lost = ValueError(
+            f"output_dir={str(folder)!r} on {host} is not the folder that rank 0 has written to: give a folder that "
+            "all hosts share; or save_only_model=True with load_best_model_at_end=False (rank 0 writes the model, and "
+            "no run resumes from it); or save_strategy='no' with load_best_model_at_end=False, and "
+            "trainer.save_model(folder) at the end"
+        )
         try:
-            agree_on_success(ValueError(lost) if is_shared and not probe.exists() else None)
+            agree_on_success(lost if is_shared and not probe.exists() else None)
         finally:
             if rank() == 0:
                 probe.unlink(missing_ok=True)  # an error of its own would hide the refusal
@@ -366,7 +373,7 @@ class CheckpointHooks(TrainerAttributes):
             processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if processing is not None:
                 processing.save_pretrained(folder)
-            torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+            atomic.save_torch(self.args, Path(folder, TRAINING_ARGS_NAME))
 
     @overrides("Trainer", otherwise="the checkpoint would hold one rank's optimizer states")
     @plain_parameters()
@@ -376,14 +383,14 @@ class CheckpointHooks(TrainerAttributes):
         if self.args.should_save:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Please also save or load the state of the optimizer")
-                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+                atomic.save_torch(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     @overrides("Trainer", otherwise="a resumed run would draw other random numbers")
     def _save_rng_state(self, output_dir: str) -> None:
         now = generators()
         at_end = self.state.epoch is not None and self.state.epoch == int(self.state.epoch)
         states = {"now": now, "epoch": now if at_end else self._epoch_generators}
-        torch.save(states, os.path.join(output_dir, GENERATORS.format(rank())))
+        atomic.save_torch(states, Path(output_dir, GENERATORS.format(rank())))
 
 
 def make_output_dir(args: TrainingArguments) -> None:

@@ -1,9 +1,9 @@
-"""A store of which every request ends: also without its host, and with a host that does not answer.
+"""A store with a limit for every request: for a host without an answer, and for a lost host.
 
 In:   a connection to the store of a process group.
-Out:  the answers of the store; an error for a store that is gone or silent.
+Out:  the answers of the store; an error for a lost or silent store.
 Must hold: a request ends within `limit` seconds, in which this process runs: the time in which the process is stopped
-does not count. No request goes to a host that is gone, since torch would print C++ frames for each.
+does not count. No request goes to a lost host, since torch would print C++ frames for each request.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ TURN = 0.5  # seconds of one wait for an answer
 
 
 class BoundedStore:
-    """A store of which every request ends, but for `wait`.
+    """A store with a limit for every request except `wait`.
 
     Args:
-        store: the connection, which nothing else uses.
-        limit: seconds after which a request counts as unanswered.
+        store: a connection without other users.
+        limit: the seconds of a request before the store counts as silent.
     """
 
     def __init__(self, store: Store, limit: float) -> None:
@@ -38,7 +38,7 @@ class BoundedStore:
         self.store.wait(list(keys))
 
     def set(self, key: str, value: str) -> None:
-        """Sets a key. Raises dist.DistError for a store that is gone, TimeoutError for a silent store, as all do."""
+        """Sets a key. Raises dist.DistError for a lost store, TimeoutError for a silent store, as every request."""
         self._ask(lambda: self.store.set(key, value))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -75,8 +75,8 @@ class BoundedStore:
 
 
 def _line_to(store: Any) -> socket.socket | None:
-    """Opens a connection to the host of a store that carries nothing: it is cut when the host ends. None for a store
-    without a host."""
+    """Opens a connection without messages to the host of a store, cut by the end of the host. None for a store without
+    a host."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, TCPStore):
