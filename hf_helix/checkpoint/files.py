@@ -9,26 +9,26 @@ Out:  the tensors on disk, the file of each (`model.safetensors`, or several fil
 Must hold: names, files and order are those of the uncut model's `save_pretrained`; all ranks find the same layout. Only
 the header is kept in memory; a part goes to its offsets in the file without a copy (from a GPU: with a copy); no two
 parts write the same byte, so their order does not matter. Earlier files stay usable until the new files are complete,
-if the process is killed, too; the next save deletes the remains of an unfinished save. After an error a rank writes
-nothing more and reports at the end, so the ranks stay in step. Rank 0 alone publishes.
+if the process is killed, too; the next save deletes the remains of an unfinished save, which carry a mark (`claims`),
+and nothing else. After an error a rank writes nothing more and reports at the end, so the ranks stay in step. Rank 0
+alone publishes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import itertools
 import json
 import math
 import operator
 import os
 import re
-import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,8 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from hf_helix.checkpoint.reader import INDEX_NAME, open_safetensors, persistent_tensors
+from hf_helix.checkpoint.claims import MARK, delete_unfinished, find_unfinished, make_unfinished
+from hf_helix.checkpoint.reader import INDEX_NAME, SINGLE_NAME, open_safetensors, persistent_tensors
 from hf_helix.operators.param_shard import COPIED
 from hf_helix.runtime.distributed.agreement import all_gather_object, decide_on_rank_0
 from hf_helix.runtime.distributed.groups import control_group
@@ -194,6 +195,8 @@ def _meta_tensors(model: Any, rank_units: RankUnits, mesh: Mesh) -> dict[str, Te
 
 
 _ASIDE = ".helix-"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+ROOM = "make room on that disk, or save less: TrainingArguments(save_total_limit=1), save_only_model=True"
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 
@@ -213,29 +216,39 @@ def staged(folder: Path) -> Iterator[Path]:
 
     def make() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(f"{_ASIDE}*"):  # of a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        return Path(mkdtemp(prefix=_ASIDE, dir=folder))
+        for left in find_unfinished(folder, _ASIDE):
+            delete_unfinished(left)
+        return make_unfinished(folder, _ASIDE)
 
-    aside = decide_on_rank_0(make)
-    try:
-        yield aside
-        decide_on_rank_0(lambda: _move(aside, folder))
-    finally:
-        if rank() == 0:
-            shutil.rmtree(aside, ignore_errors=True)
+    with disk_errors(folder):
+        aside = decide_on_rank_0(make)
+        try:
+            yield aside
+            decide_on_rank_0(lambda: _move(aside, folder))
+        finally:
+            if rank() == 0:
+                delete_unfinished(aside)
 
 
 def _move(aside: Path, folder: Path) -> None:
     """Moves files into a folder; weights take the place of all files of earlier weights, adapters lie beside them."""
-    written = [path.relative_to(aside) for path in aside.rglob("*") if path.is_file()]
+    written = [path.relative_to(aside) for path in aside.rglob("*") if path.is_file() and path != aside / MARK]
+    names = {path.name for path in written}
+    earlier = _files_of_weights(folder) if any(map(WEIGHTS.fullmatch, names)) else set()
     for path in written:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (aside / path).replace(folder / path)
-    names = {path.name for path in written}
-    for path in folder.iterdir() if any(map(WEIGHTS.fullmatch, names)) else ():
-        if path.name not in names and (WEIGHTS.fullmatch(path.name) or path.name == INDEX_NAME):
-            path.unlink()
+    for name in earlier - names:
+        (folder / name).unlink(missing_ok=True)
+
+
+def _files_of_weights(folder: Path) -> set[str]:
+    """Returns the files of a save of weights: the single file, the index, and the files that the index names."""
+    try:
+        named = set(map(str, json.loads((folder / INDEX_NAME).read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        named = set()
+    return {SINGLE_NAME, INDEX_NAME} | set(filter(WEIGHTS.fullmatch, named))
 
 
 def find_writers(aside: Path) -> set[int]:
@@ -266,7 +279,7 @@ class PendingFiles:
         if self.error is not None:
             return
         layout, name = self._layout, self._layout.file_of[part.key]
-        with self._noted():
+        with self._noted(name):
             if name not in self._open:
                 self._open[name] = os.open(self._folder / name, os.O_WRONLY)
             start, shape = layout.files[name].starts[part.key], layout.tensors[part.key].shape
@@ -274,17 +287,37 @@ class PendingFiles:
 
     def close(self) -> None:
         """Flushes all writes to the disk, on every rank: rank 0 could only flush the writes of its own host."""
-        for number in self._open.values():
-            with self._noted():
+        for name, number in self._open.items():
+            with self._noted(name):
                 os.fsync(number)
             os.close(number)
 
     @contextlib.contextmanager
-    def _noted(self) -> Iterator[None]:
+    def _noted(self, name: str) -> Iterator[None]:
         try:
-            yield
+            with disk_errors(self._folder / name):
+                yield
         except OSError as error:
             self.error = self.error or error
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Adds the path and the remedy to errors of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL or ROOM in str(error):
+            raise
+        raise OSError(error.errno, f"{error.strerror}: {error.filename or path}; {ROOM}") from error
+
+
+def save_torch(value: Any, path: Path) -> None:
+    """Writes a small file by `torch.save`, whose own errors of a full disk do not say so."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    with disk_errors(path):
+        path.write_bytes(buffer.getvalue())
 
 
 def check_files(paths: Iterable[Path], expected: Mapping[str, Tensor]) -> None:
@@ -307,18 +340,21 @@ def check_files(paths: Iterable[Path], expected: Mapping[str, Tensor]) -> None:
 
 
 PREFIX = "checkpoint"  # as the Trainer names them
-STAGING = "_saving"  # pushes to the Hub leave out `_*`
+STAGING = "_saving-"  # begins the names of unfinished folders; pushes to the Hub leave out `_*`
 
 
 def recover(folder: Path, is_complete: Callable[[Path], bool]) -> None:
     """Deletes the remains of an unfinished save; publishes a checkpoint that was complete and not yet moved."""
-    staging = folder / STAGING
-    if not staging.is_dir():
-        return
+    for staging in find_unfinished(folder, STAGING):
+        abandon(staging, folder, is_complete)
+
+
+def abandon(staging: Path, folder: Path, is_complete: Callable[[Path], bool]) -> None:
+    """Deletes an unfinished save, or publishes its checkpoint if that is complete."""
     for left in staging.glob(f"{PREFIX}-*"):
-        if is_complete(left) and not (folder / left.name).exists():
+        if not left.is_symlink() and is_complete(left) and not (folder / left.name).exists():
             left.rename(folder / left.name)
-    shutil.rmtree(staging)
+    delete_unfinished(staging)
 
 
 def publish(staged: Path, folder: Path, mark: Callable[[], None]) -> None:
@@ -331,7 +367,7 @@ def publish(staged: Path, folder: Path, mark: Callable[[], None]) -> None:
         final.rename(staged.parent / "replaced")
     staged.rename(final)
     _sync(folder)
-    shutil.rmtree(staged.parent)
+    delete_unfinished(staged.parent)
 
 
 def to_disk(folder: Path) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hf_helix import __version__
+from hf_helix.checkpoint.plain_files import DamagedFile, check_fields, read_json
 from hf_helix.planning.text import shorten_list
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.mesh import Mesh
@@ -30,6 +31,20 @@ _DATA = (".safetensors", ".distcp", ".metadata", ".pt")  # files of a resumed ru
 
 # Shape, dtype, training and optimizer group of every parameter.
 Parameters = dict[str, dict[str, Any]]
+
+# The types of fields in the file.
+_FIELDS: dict[str, Any] = {
+    "model": str,
+    "parameters": dict[str, dict[str, Any]],
+    "layout": dict[str, int],
+    "samples": dict[str, int],
+    "optimizer": str | None,
+    "files": dict[str, int],
+    "epoch": dict[str, int],
+    "hf_helix": str,
+    "format": int,
+}
+_PARAMETER: dict[str, Any] = {"shape": list[int], "dtype": str, "trained": bool, "group": int | None}
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,8 @@ class Manifest:
     optimizer: str | None  # the name of the optimizer's class; None for a checkpoint of the model only
     # the sizes in bytes of the files that a resumed run reads
     files: dict[str, int] = dataclasses.field(default_factory=dict)
+    # the pass over the data: its number, and the step before its first one
+    epoch: dict[str, int] = dataclasses.field(default_factory=dict)
     hf_helix: str = __version__
     format: int = FORMAT
 
@@ -55,8 +72,8 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Reads and checks the manifest of a checkpoint. Raises ValueError for no checkpoint, another version, damaged
-        files."""
+        """Reads and checks the manifest of a checkpoint. Raises ValueError for no checkpoint, another version;
+        DamagedFile for damaged files."""
         if not folder.is_dir():
             raise ValueError(
                 f"resume_from_checkpoint={str(folder)!r} is not a folder; give one that HelixTrainer has saved, such "
@@ -68,20 +85,24 @@ class Manifest:
                 f"{folder} has no {NAME}: it was not saved by HelixTrainer, or not completely; resume from another "
                 "checkpoint, or start from its weights with from_pretrained(folder)"
             )
-        try:
-            data = json.loads(path.read_text())
-            if data["format"] != FORMAT:
-                raise ValueError(
-                    f"{path} has format {data['format']}, written by hf_helix {data['hf_helix']}; this one reads "
-                    f"format {FORMAT}"
-                )
-            manifest = cls(**data)
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} cannot be read ({error!r}); resume from another checkpoint") from error
+        data = read_json(path, {"format": int, "hf_helix": str})
+        if data["format"] != FORMAT:
+            raise ValueError(
+                f"{path} has format {data['format']}, written by hf_helix {data['hf_helix']}; this one reads format "
+                f"{FORMAT}: resume with that version, or start from its weights with from_pretrained(folder)"
+            )
+        check_fields(path, data := {"epoch": {}, **data}, _FIELDS)
+        if data["epoch"]:
+            check_fields(path, data["epoch"], {"number": int, "first_step": int})
+        check_fields(path, data["layout"], dict.fromkeys(("tp", "cp", "pp", "dp", "ep"), int))
+        manifest = cls(**{name: data[name] for name in _FIELDS})
         manifest._check_files(folder)
         return manifest
 
     def _check_files(self, folder: Path) -> None:
+        """Raises DamagedFile for entries without their fields, and for files that are missing or of another size."""
+        for about in self.parameters.values():
+            check_fields(folder / NAME, about, _PARAMETER)
         problems = []
         for name, size in self.files.items():
             path = folder / name
@@ -90,7 +111,7 @@ class Manifest:
             elif path.stat().st_size != size:
                 problems.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
         if problems:
-            raise ValueError(f"{folder} is damaged: {shorten_list(problems, limit=3)}; resume from another checkpoint")
+            raise DamagedFile(folder, f"is damaged: {shorten_list(problems, limit=3)}")
 
     def check_run(self, folder: Path, run: Manifest, skips_data: bool) -> None:
         """Raises ValueError for a run that does not fit the checkpoint; `skips_data`: it skips the data of earlier

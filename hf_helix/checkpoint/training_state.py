@@ -7,7 +7,7 @@ Out:  a folder with every rank's part; from the folder, the states for the slice
 Must hold: replicated states are written once. A state with the shape of its parameter is cut as the parameter and is
 stored with its offset in the full tensor, so any layout finds its part; quantized states are stored as values and as
 codes; other states fit one layout only and are refused elsewhere, by name. The optimizer is
-unchanged until everything has been read. `torch.load` reads the states of generators with `weights_only=True`.
+unchanged until everything has been read, through the allow-lists of `plain_files`.
 
 Quantized states (bitsandbytes and torchao, in 8 and 4 bits) are codes with a scale for each block of elements. A
 checkpoint has their values in fp32 in the shape of the parameter, which any layout can cut, and the codes, which are
@@ -30,11 +30,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
 )
@@ -43,6 +44,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from hf_helix.checkpoint.files import ROOM
+from hf_helix.checkpoint.plain_files import DamagedFile, PlainPlanner, PlainReader, fits, read_metadata
+from hf_helix.runtime.distributed.agreement import on_all_ranks
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.local_parameters import LocalParameter, Offset
 
@@ -301,7 +305,8 @@ def save_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
     every rank, with the rank that could not write, and the reason."""
     saved: dict[str, Any] = {
         GROUPS: [
-            {key: value for key, value in group.items() if key not in _NOT_OPTIONS} for group in optimizer.param_groups
+            {key: _plain(value) for key, value in group.items() if key not in _NOT_OPTIONS}
+            for group in optimizer.param_groups
         ]
     }
     if others := {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}:
@@ -322,19 +327,27 @@ def save_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
                 saved[f"{about.name}/{key}"] = FullTensor(about, value)
             else:
                 saved[f"{about.name}/{key}{about.mark}"] = value
-    with _failures_named("writing the optimizer's states"):
+    with _failures_named(f"writing the optimizer's states to {folder}"):
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         save(saved, storage_writer=FileSystemWriter(folder), planner=planner, process_group=control_group())
 
 
+def _plain(value: Any) -> Any:
+    """Returns an option as numbers of Python, which a checkpoint is read as, in place of numpy's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+
+
 def load_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParameter], folder: Path) -> None:
     """Loads the states of `save_states`, written on any layout. Collective. Raises ValueError for a state that fits
-    only the layout of the checkpoint, RuntimeError, on every rank, with the rank that could not read, and the reason.
+    only the layout of the checkpoint; DamagedFile, or RuntimeError with the rank, for a file that could not be read.
     """
     parameters = _parameters(optimizer)
+    metadata = on_all_ranks(lambda: read_metadata(folder))
     wanted: dict[str, Any] = {GROUPS: None}  # by the names of states in the folder; DCP fills the values
     names_of: dict[nn.Parameter, dict[str, Any]] = {}  # these names, by parameter and state
-    states = list(_saved_states(parameters, local, folder))
+    states = on_all_ranks(lambda: list(_saved_states(parameters, local, metadata)))
     counters = {
         key for parameter, key, _, saved in states if local[parameter].full_shape(parameter) and _is_scalar(saved)
     }
@@ -347,9 +360,11 @@ def load_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
     if OTHERS in FileSystemReader(folder).read_metadata().state_dict_metadata:
         wanted[OTHERS] = None
     form = format_of(optimizer)
-    with _failures_named("reading the optimizer's states"):
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        load(wanted, storage_reader=FileSystemReader(folder), planner=planner, process_group=control_group())
+    with _failures_named(f"reading the optimizer's states from {folder}"):
+        planner = PlainPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        load(wanted, storage_reader=PlainReader(folder, metadata), planner=planner, process_group=control_group())
+    if not fits(wanted[GROUPS], list[dict[str, Any]]):
+        raise DamagedFile(folder, f"is damaged: its {GROUPS} are {type(wanted[GROUPS]).__name__}")
     values = {
         parameter: {key: _local(wanted[name]) for key, name in names.items()} for parameter, names in names_of.items()
     }
@@ -369,12 +384,12 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _saved_states(
-    parameters: list[nn.Parameter], local: Mapping[nn.Parameter, LocalParameter], folder: Path
+    parameters: list[nn.Parameter], local: Mapping[nn.Parameter, LocalParameter], metadata: Metadata
 ) -> Iterator[tuple[nn.Parameter, str, str, Any]]:
     """Yields the saved states of this rank's parameters: parameter, state, name in the folder, description. Raises
     ValueError for a state with neither the shape of its parameter nor the mark of this slice."""
     by_name = {local[parameter].name: parameter for parameter in parameters if parameter in local}
-    for name, saved in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
+    for name, saved in metadata.state_dict_metadata.items():
         owner, _, key = name.rpartition("/")
         parameter = by_name.get(owner)
         if parameter is None:
@@ -449,7 +464,10 @@ def _failures_named(what: str) -> Iterator[None]:
             yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
-        raise RuntimeError(f"{what} failed on rank {rank}: {type(cause).__name__}: {cause}") from cause
+        if isinstance(cause, DamagedFile):
+            raise cause from None
+        remedy = f"; {ROOM}" if isinstance(cause, OSError) else ""
+        raise RuntimeError(f"{what} failed on rank {rank}: {type(cause).__name__}: {cause}{remedy}") from cause
 
 
 # -- random generators ---------------------------------------------------------------------------------------------
@@ -473,9 +491,20 @@ def generators() -> Generators:
 
 def set_generators(states: Generators) -> None:
     """Sets the generators to states returned by `generators`."""
-    kind, keys, *rest = states["numpy"]
     random.setstate(states["python"])
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    np.random.set_state(_numpy_state(states))
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def check_generators(states: Generators) -> None:
+    """Sets generators of its own to the states; any exception says that they are none."""
+    random.Random().setstate(states["python"])
+    np.random.RandomState().set_state(_numpy_state(states))
+    torch.Generator().set_state(states["torch"])
+
+
+def _numpy_state(states: Generators) -> tuple[Any, ...]:
+    kind, keys, *rest = states["numpy"]
+    return kind, keys.numpy().astype(np.uint32), *rest

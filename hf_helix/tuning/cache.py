@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import os
+import uuid
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -113,9 +114,14 @@ def _write_files(folder: Path, result: TuningResult, plan_text: str) -> None:
 
 def write_file(path: Path, text: str) -> None:
     """Writes a file that is complete or not there, also where several processes write it."""
-    scratch = path.with_name(f"{path.name}.{os.getpid()}")
-    scratch.write_text(text)
-    os.replace(scratch, path)
+    # A name that nobody can guess, and `x`: a link of that name would be an error, and no file of another is opened.
+    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with scratch.open("x") as file:
+            file.write(text)
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 # -- the fingerprint of a case ---------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ written; counters, rotation, uploads and the choice of the best model stay the s
 import contextlib
 import math
 import os
-import re
 import shutil
 import uuid
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,13 +26,25 @@ from transformers.trainer_utils import SaveStrategy, rotate_checkpoints
 from transformers.utils.logging import get_logger
 
 from hf_helix.checkpoint import files as atomic
+from hf_helix.checkpoint.claims import Claim, Held, make_unfinished, take_claim
 from hf_helix.checkpoint.manifest import NAME, Manifest, describe_parameters
+from hf_helix.checkpoint.plain_files import DamagedFile
 from hf_helix.checkpoint.training_state import Generators, generators, load_states, save_states, set_generators
+from hf_helix.checkpoint.whole import (
+    GENERATORS,
+    OPTIMIZER,
+    check_whole,
+    numbered,
+    read_generators,
+    read_schedule,
+    with_remedy,
+)
 from hf_helix.integrations.trainer.decisions import prepare_for_interrupts
 from hf_helix.integrations.trainer.stock import TrainerAttributes
 from hf_helix.integrations.upstream import overrides
 from hf_helix.planning.timing.sizes import Sizes, size_text
 from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_success, decide_on_rank_0
+from hf_helix.runtime.distributed.groups import host_name
 from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.divided import full_of, plain_parameters
 from hf_helix.runtime.failures.heartbeat import watched
@@ -42,9 +54,7 @@ from hf_helix.runtime.notices import say
 
 logger = get_logger(__name__)
 
-OPTIMIZER = "optimizer"  # the folder of the optimizer's states
-GENERATORS = "helix_rng_{}.pt"
-_CHECKPOINT = re.compile(rf"{atomic.PREFIX}-(\d+)")
+RUNNING = "_running"  # the mark of a run in `output_dir`; pushes to the Hub leave out `_*`
 
 
 class CheckpointHooks(TrainerAttributes):
@@ -55,6 +65,7 @@ class CheckpointHooks(TrainerAttributes):
     _resumed: Manifest | None = None  # the manifest of the resumed checkpoint
     _first_epoch: Path | None = None  # the folder of the resumed checkpoint, until the resumed epoch has begun
     _epoch_generators: Generators | None = None  # generator states at the start of the epoch
+    _epoch: dict[str, int] | None = None  # the number of the epoch, and the step before its first one
 
     # -- resuming ------------------------------------------------------------------------------------------------
 
@@ -77,12 +88,35 @@ class CheckpointHooks(TrainerAttributes):
             agree_on_action("trainer.train() is called")
             if resume_from_checkpoint or self._saves:
                 self._settle_stream()
-            folder = self._find_checkpoint(resume_from_checkpoint)
-            if self._saves:
-                self._check_output_dir()
-            output = super().train(folder, *args, **kwargs)  # type: ignore[misc]
-            self._health.check()
-            return output
+            with self._claimed_output_dir():
+                folder = self._find_checkpoint(resume_from_checkpoint)
+                if self._saves:
+                    self._check_output_dir()
+                output = super().train(folder, *args, **kwargs)  # type: ignore[misc]
+                self._health.check()
+                return output
+
+    @contextlib.contextmanager
+    def _claimed_output_dir(self) -> Iterator[None]:
+        """Returns a context in which `output_dir` is of this run, if checkpoints may be saved there. Trials of a search
+        have folders of their own. Collective.
+
+        Raises:
+            ValueError: on every rank, names the process of another run with this `output_dir`.
+        """
+        claim: Claim | None = None
+
+        def take() -> None:
+            nonlocal claim
+            claim = _claim(Path(self.args.output_dir or "."))
+
+        if self._saves and self.hp_search_backend is None:
+            decide_on_rank_0(take)
+        try:
+            yield
+        finally:
+            if claim is not None:
+                claim.release()
 
     @property
     def _saves(self) -> bool:
@@ -98,7 +132,8 @@ class CheckpointHooks(TrainerAttributes):
 
         def read() -> tuple[str, Manifest]:
             folder = self._last_checkpoint() if given is True else Path(given)
-            manifest = Manifest.read(folder)
+            with with_remedy(folder):
+                manifest = check_whole(folder)
             manifest.check_run(folder, run, skips_data=not self.args.ignore_data_skip)
             return str(folder), manifest
 
@@ -127,8 +162,7 @@ class CheckpointHooks(TrainerAttributes):
         """Returns the newest complete checkpoint in `output_dir`."""
         folder = Path(self.args.output_dir or ".")
         atomic.recover(folder, _is_complete)
-        steps = {int(name[1]): path for path in folder.glob("*") if (name := _CHECKPOINT.fullmatch(path.name))}
-        for _, path in sorted(steps.items(), reverse=True):
+        for path in numbered(folder):
             if (path / NAME).is_file():
                 return path
             logger.warning(f"{path} has no {NAME}, so it is not complete or not by HelixTrainer; looking further")
@@ -148,7 +182,8 @@ class CheckpointHooks(TrainerAttributes):
         }
         parameters = describe_parameters(self._local_parameters(), mesh, optimizer)
         name = type(optimizer).__name__ if optimizer is not None else None
-        return Manifest(type(self.helix.model).__name__, parameters, dict(mesh.sizes), per_step, name)
+        kind = type(self.helix.model).__name__
+        return Manifest(kind, parameters, dict(mesh.sizes), per_step, name, epoch=self._epoch or {})
 
     def _local_parameters(self) -> dict[nn.Parameter, LocalParameter]:
         return local_parameters(self.helix.model, self.helix.runner.rank_units, self.helix.mesh)
@@ -174,19 +209,47 @@ class CheckpointHooks(TrainerAttributes):
         assert self._resumed is not None
         optimizer, folder = _unwrapped(self.optimizer), Path(checkpoint)
         self._resumed.check_optimizer(folder, self._describe(optimizer))
-        load_states(optimizer, self._local_parameters(), folder / OPTIMIZER)
-        self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+        with with_remedy(folder):
+            load_states(optimizer, self._local_parameters(), folder / OPTIMIZER)
+            self._load_schedule(folder)
         with patch.object(Trainer, "_load_optimizer_and_scheduler", lambda *_: None):  # of stock files
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]  # what a class resumes besides
+
+    def _load_schedule(self, folder: Path) -> None:
+        state = read_schedule(folder)
+        try:
+            self.lr_scheduler.load_state_dict(state)
+        except Exception as error:
+            fault = f"does not fit the schedule of this run, {type(self.lr_scheduler).__name__} ({error!r})"
+            raise DamagedFile(folder / SCHEDULER_NAME, fault) from error
+
+    @overrides("Trainer", otherwise="a resumed run would read a stream from another place")
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Returns the epoch and the batches of it that a resumed run skips, as the stock method does. That method does
+        not know how often a stream without a length has ended and was read again.
+        """
+        place: tuple[int, int] = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
+        is_stream = isinstance(self.train_dataset, torch.utils.data.IterableDataset)
+        if self._resumed is None or not is_stream or self.args.ignore_data_skip:
+            return place
+        epoch = self._resumed.epoch
+        if not epoch:
+            logger.warning("The checkpoint was saved by an older hf_helix: a stream that had ended goes on elsewhere.")
+            return place
+        steps = self.state.global_step - epoch["first_step"]
+        return epoch["number"], steps * self.args.gradient_accumulation_steps
 
     @overrides("Trainer", otherwise="a resumed run would see its data in another order")
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         """Runs an epoch as the stock method does. The order of the data may depend on the random generators, so a
         resumed epoch starts with the generator states of its original start.
         """
+        self._epoch = {"number": kwargs["epoch"], "first_step": self.state.global_step}
         if self._first_epoch is not None:
             set_generators(self._read_generators(self._first_epoch)["epoch"])
             self._first_epoch = None
+            if self._resumed is not None and not self.args.ignore_data_skip:
+                self._epoch = self._resumed.epoch or self._epoch
         self._epoch_generators = generators()
         return super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
@@ -201,7 +264,8 @@ class CheckpointHooks(TrainerAttributes):
         """
         assert self._resumed is not None
         same_layout = self._resumed.layout == self.helix.mesh.sizes
-        return torch.load(folder / GENERATORS.format(rank() if same_layout else 0), weights_only=True)
+        with with_remedy(folder):
+            return read_generators(folder / GENERATORS.format(rank() if same_layout else 0))
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -212,9 +276,15 @@ class CheckpointHooks(TrainerAttributes):
         probe = decide_on_rank_0(lambda: _probe(folder, needed))
         # The model can go through rank 0, but optimizer states come from all ranks, and all ranks read.
         is_shared = not self.args.save_only_model or self.args.load_best_model_at_end
-        lost = f"output_dir={str(folder)!r} is not the folder that rank 0 has written to; give one that all hosts share"
+        host = host_name().split()[0]
+        lost = ValueError(
+            f"output_dir={str(folder)!r} on {host} is not the folder that rank 0 has written to: give a folder that "
+            "all hosts share; or save_only_model=True with load_best_model_at_end=False (rank 0 writes the model, and "
+            "no run resumes from it); or save_strategy='no' with load_best_model_at_end=False, and "
+            "trainer.save_model(folder) at the end"
+        )
         try:
-            agree_on_success(ValueError(lost) if is_shared and not probe.exists() else None)
+            agree_on_success(lost if is_shared and not probe.exists() else None)
         finally:
             if rank() == 0:
                 probe.unlink(missing_ok=True)  # an error of its own would hide the refusal
@@ -235,19 +305,19 @@ class CheckpointHooks(TrainerAttributes):
         with watched():
             agree_on_action(f"{name} is saved")
             self._health.check()
-            decide_on_rank_0(lambda: atomic.recover(Path(folder), _is_complete))
-            self._staging, self._push_waits = os.path.join(folder, atomic.STAGING), False
-            aside = Path(self._staging, name)
+            staging = decide_on_rank_0(lambda: _stage(Path(folder)))
+            self._staging, self._push_waits = str(staging), False
             try:
-                super()._save_checkpoint(model, trial)  # type: ignore[misc]
-                self._note_best(folder)
-                agree_on_success(None)  # every rank has written its part
-                manifest = self._describe(None if self.args.save_only_model else _unwrapped(self.optimizer))
-                decide_on_rank_0(lambda: self._publish(aside, Path(folder), manifest))
+                with atomic.disk_errors(staging):
+                    super()._save_checkpoint(model, trial)  # type: ignore[misc]
+                    self._note_best(folder)
+                    agree_on_success(None)  # every rank has written its part
+                    manifest = self._describe(None if self.args.save_only_model else _unwrapped(self.optimizer))
+                    decide_on_rank_0(lambda: self._publish(staging / name, Path(folder), manifest))
             except BaseException:
-                if rank() == 0:  # deletes the files, or publishes a checkpoint that is complete
+                if rank() == 0:
                     with contextlib.suppress(OSError):
-                        atomic.recover(Path(folder), _is_complete)
+                        atomic.abandon(staging, Path(folder), _is_complete)
                 raise
             finally:
                 self._staging = None
@@ -303,7 +373,7 @@ class CheckpointHooks(TrainerAttributes):
             processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if processing is not None:
                 processing.save_pretrained(folder)
-            torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+            atomic.save_torch(self.args, Path(folder, TRAINING_ARGS_NAME))
 
     @overrides("Trainer", otherwise="the checkpoint would hold one rank's optimizer states")
     @plain_parameters()
@@ -313,14 +383,14 @@ class CheckpointHooks(TrainerAttributes):
         if self.args.should_save:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Please also save or load the state of the optimizer")
-                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+                atomic.save_torch(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     @overrides("Trainer", otherwise="a resumed run would draw other random numbers")
     def _save_rng_state(self, output_dir: str) -> None:
         now = generators()
         at_end = self.state.epoch is not None and self.state.epoch == int(self.state.epoch)
         states = {"now": now, "epoch": now if at_end else self._epoch_generators}
-        torch.save(states, os.path.join(output_dir, GENERATORS.format(rank())))
+        atomic.save_torch(states, Path(output_dir, GENERATORS.format(rank())))
 
 
 def make_output_dir(args: TrainingArguments) -> None:
@@ -356,6 +426,30 @@ def _probe(folder: Path, needed: int) -> Path:
             "or more; make room, give another folder, or use save_strategy='no'"
         )
     return probe
+
+
+def _claim(folder: Path) -> Claim:
+    """Returns a claim on `output_dir` for this run."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        claim = take_claim(folder / RUNNING)
+    except Held as holder:
+        raise ValueError(
+            f"output_dir={str(folder)!r} is in use by another run, {holder}: give this run another output_dir, such as "
+            f"{f'{folder}-2'!r}, or end the other run"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"output_dir={str(folder)!r} cannot be written ({error}); give another folder") from error
+    if not claim.has_lock:
+        logger.warning(f"{folder} is on a file system without locks: a second run with this output_dir is not noticed")
+    return claim
+
+
+def _stage(folder: Path) -> Path:
+    """Makes the folder of an unfinished checkpoint."""
+    atomic.recover(folder, _is_complete)
+    folder.mkdir(parents=True, exist_ok=True)
+    return make_unfinished(folder, atomic.STAGING)
 
 
 def _is_complete(folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 heartbeat  liveness of the ranks
 endings    messages at the end
+bounded_store  requests that end, also without the host of the store
 values     checks of ids, labels, positions, losses and gradients
 restarts   rendezvous after a restart by torchrun
 """

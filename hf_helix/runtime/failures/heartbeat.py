@@ -3,9 +3,9 @@
 In:   heartbeats of all ranks and the first error of any, through the store of the process group.
 Out:  an error that names the rank; a process that ends.
 Must hold: the watch never ends a healthy run: a rank counts as dead only after `DEAD_AFTER` seconds without a
-heartbeat, or after failed communication with it. The load of the store per second does not grow with the number of
-ranks: rank 0 watches all ranks, the others watch rank 0 and the report of a failure. Process groups are destroyed at
-exit, unless the run failed. `endings` prints the messages.
+heartbeat, or after failed communication with it; the host of the store after as many seconds without an answer. The
+load of the store per second does not grow with the number of ranks: rank 0 watches all ranks, the others watch rank 0
+and the report of a failure. Process groups are destroyed at exit, unless the run failed. `endings` prints the messages.
 """
 
 import atexit
@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]  # public all the same
 
 from hf_helix.runtime.distributed import agreement
 from hf_helix.runtime.distributed.groups import wait_for_gloo
 from hf_helix.runtime.distributed.mesh import forget_meshes, world_size
 from hf_helix.runtime.failures import endings
+from hf_helix.runtime.failures.bounded_store import BoundedStore
 from hf_helix.runtime.failures.restarts import connect_store
 
 SHORTEST, LONGEST = 0.5, 4.0  # seconds between two heartbeats of a rank
@@ -33,6 +33,7 @@ DEAD_AFTER = 30.0
 GRACE = 5.0  # longer than `LONGEST`, so a rank's exit message arrives first
 
 FAILED, LEFT, TOLD = "failed", b"left", b" told"
+SILENT = f"rank 0 was stopped or its host is lost: the store of its host has not answered for {DEAD_AFTER:.0f} s"
 
 
 class RankFailure(RuntimeError):
@@ -51,7 +52,7 @@ class Watch:
 
     has_spoken = False  # whether this rank has said why it ends
 
-    def __init__(self, rank: int, world: int, store: Store) -> None:
+    def __init__(self, rank: int, world: int, store: BoundedStore) -> None:
         self.rank = rank
         self.world = world
         self.interval = interval_of(world)
@@ -102,7 +103,7 @@ class Watch:
         Returns:
             The report of the first rank.
         """
-        first = why
+        first = self._failure or why  # the store may have ended with the rank that has failed first
         with contextlib.suppress(Exception):
             first = self._store.compare_set(FAILED, "", why).decode()
             self._has_told = True
@@ -127,9 +128,11 @@ class Watch:
             raise
 
     def _watch(self) -> None:
-        while not self._stop.wait(self.interval):
+        while not self._waits():
             try:
                 failure = self._round()
+            except TimeoutError:
+                failure = SILENT if self._in_step else ""
             except dist.DistError:  # of the store's connection
                 # The store may live in rank 0, which may have left in good order: end only a hanging step.
                 failure = "rank 0 died or has ended: its store is gone"
@@ -138,6 +141,14 @@ class Watch:
                     return
             if failure:
                 self._end(failure)
+
+    def _waits(self) -> bool:
+        """Waits for the next round; returns whether there is none."""
+        before = time.monotonic()
+        has_ended = self._stop.wait(self.interval)
+        if time.monotonic() - before > DEAD_AFTER / 2:  # this process was stopped, so its last look is of no use
+            self._seen.clear()
+        return has_ended
 
     def _round(self) -> str:
         """Sends a heartbeat and reads those of others, in two requests; returns why this rank must end."""
@@ -198,6 +209,7 @@ class Watch:
         limit = 4 * self.interval
         deadline = time.monotonic() + GRACE + limit
         seen: dict[int, tuple[bytes, float]] = {}
+        time.sleep(SHORTEST / 5)  # the connections of a dead rank end one by one, that to the store among the last
         try:
             while time.monotonic() < deadline:
                 culprit = self._look(range(self.world), limit, seen)
@@ -205,6 +217,8 @@ class Watch:
                     return culprit
                 time.sleep(self.interval)
             gone = [other for other, beat in self._beats() if beat == LEFT]
+        except TimeoutError:
+            return self._failure or SILENT
         except dist.DistError:
             return self._failure or "rank 0 died: the connection to it is gone"
         if gone:
@@ -247,7 +261,8 @@ def start_watch() -> Watch | None:
     if _group is None or _group() is not world:  # also after the group was destroyed, with its store, and made again
         if _watch is not None:
             _watch.close()
-        _watch, _group = Watch(dist.get_rank(), dist.get_world_size(), connect_store()), weakref.ref(world)
+        store = BoundedStore(connect_store(), DEAD_AFTER)
+        _watch, _group = Watch(dist.get_rank(), dist.get_world_size(), store), weakref.ref(world)
         _watch.start()
         install_hook()
     return _watch

@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -15,7 +16,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from support.cluster import JobFailed
+from support.cluster import JobFailed, forking
+from support.jobs import Stream
 from support.marks import slow
 from support.models import arguments, llama, sequences
 from support.resume_jobs import make, run
@@ -23,9 +25,10 @@ from torch import nn
 from transformers import Trainer
 
 from hf_helix import HelixConfig, HelixTrainerMixin
-from hf_helix.checkpoint import files, manifest
+from hf_helix.checkpoint import claims, files, manifest
 from hf_helix.checkpoint.manifest import describe_parameters
 from hf_helix.checkpoint.training_state import load_states, save_states
+from hf_helix.integrations.trainer.checkpoints import RUNNING
 from hf_helix.operators.param_shard import Placement
 from hf_helix.runtime.local_parameters import FlatShard, LocalParameter, local_parameters
 
@@ -231,6 +234,18 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     )
     assert (tmp_path / "checkpoint-4").stat().st_ino != before
     assert manifest.Manifest.read(tmp_path / "checkpoint-4")
+
+
+@pytest.mark.parametrize(("rows", "steps"), [(6, 1), slow(10, 2)])
+def test_a_stream_that_is_read_again(rows: int, steps: int, tmp_path: Path) -> None:
+    """It goes on in its second round; the stock Trainer would begin that round anew."""
+    options = {
+        "training": {"max_steps": 7, "save_steps": 5, "gradient_accumulation_steps": steps},
+        "train_dataset": Stream(sequences(rows)),
+    }
+    expected = run(str(tmp_path), {"plan": "greedy"}, **options)
+    resumed = run(str(tmp_path), {"plan": "greedy"}, resume=str(tmp_path / "checkpoint-5"), **options)
+    goes_on(resumed, expected, exactly=True)
 
 
 class Counting(Trainer):
@@ -595,8 +610,72 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hosts_that_do_not_share_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make(str(tmp_path), {"plan": "greedy"})
     monkeypatch.setattr("hf_helix.integrations.trainer.checkpoints._probe", lambda *_: tmp_path / "on another host")
-    with pytest.raises(ValueError, match="not the folder that rank 0 has written to; give one that all hosts share"):
+    words = "not the folder that rank 0 has written to: give a folder that all hosts share; or save_only_model=True"
+    with pytest.raises(ValueError, match=f"{words}.* or save_strategy='no'.*load_best_model_at_end=False"):
         trainer.train()
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- two runs in one folder ----------------------------------------------------------------------------------------
+
+
+def hold(folder: str, held: Any) -> None:
+    """Another run that saves, as long as its process lives."""
+    claims.take_claim(Path(folder, RUNNING))
+    held.set()
+    time.sleep(600)
+
+
+def test_two_runs_with_one_output_dir(tmp_path: Path) -> None:
+    """The second one is refused, until the first is gone, however it ends; evaluation is not."""
+    held = forking().Event()
+    other = forking().Process(target=hold, args=(str(tmp_path), held), daemon=True)
+    other.start()
+    assert held.wait(60)
+    job = {"training": {"max_steps": 1, "save_steps": 1}}
+    trainer = make(str(tmp_path), {"plan": "greedy"}, **job)
+    words = rf"output_dir='{tmp_path}' is in use by another run, process {other.pid} on .* another output_dir.*-2'"
+    with pytest.raises(ValueError, match=words):
+        trainer.train()
+    assert "eval_loss" in trainer.evaluate()
+    assert [path.name for path in tmp_path.iterdir()] == [RUNNING]
+    other.kill()
+    other.join()
+    with trainer._claimed_output_dir():  # as a callback that trains another trainer of the same process
+        trainer.train()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+# -- what is not ours ------------------------------------------------------------------------------------------------
+
+
+def test_a_save_deletes_nothing_of_others(tmp_path: Path) -> None:
+    """Neither folders that look like ours, nor what links lead to."""
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    mine = [out / "_saving" / "notes", out / "_saving-a" / "notes", out / ".helix-b" / "notes", elsewhere / "notes"]
+    orphan = out / "model-00001-of-00002.safetensors"
+    for path in (*mine, orphan):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    (elsewhere / claims.MARK).write_text(f"{claims._TITLE}process 1")
+    for name in (".helix-link", "_saving-link"):
+        (out / name).symlink_to(elsewhere, target_is_directory=True)
+    left = claims.make_unfinished(out, files.STAGING)
+    claims._held.pop(claims._key(left / claims.MARK))  # of a process that is gone
+    trainer = make(str(out), {"plan": "greedy"}, training={"max_steps": 1, "save_steps": 1})
+    trainer.train()
+    trainer.save_model()
+    assert [path.read_text() for path in (*mine, orphan)] == ["mine"] * 5
+    assert (elsewhere / claims.MARK).exists()
+    assert not left.exists()
+
+
+def test_a_link_in_the_place_of_a_mark(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "mark").symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match="symbolic link"):
+        claims.take_claim(tmp_path / "mark")
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 # -- whole or not there --------------------------------------------------------------------------------------------
@@ -623,7 +702,8 @@ def test_killed_while_it_takes_its_place(
 
     if replaces:
         (checkpoint(tmp_path / "checkpoint-3", "old") / "mark").touch()
-    new = checkpoint(tmp_path / files.STAGING / "checkpoint-3", "new")
+    staging = claims.make_unfinished(tmp_path, files.STAGING)
+    new = checkpoint(staging / "checkpoint-3", "new")
     calls = iter(range(100))
 
     def dying(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -644,8 +724,10 @@ def test_killed_while_it_takes_its_place(
         except Killed:
             was_killed = True
     assert was_killed == (number < 3 + replaces)
+    if was_killed:
+        claims._held.pop(claims._key(staging / claims.MARK))  # as in the next process
     files.recover(tmp_path, complete)
-    assert not (tmp_path / files.STAGING).exists()
+    assert not staging.exists()
     if number == 0 and not replaces:
         assert list(tmp_path.iterdir()) == []
     else:

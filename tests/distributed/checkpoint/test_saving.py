@@ -340,12 +340,15 @@ def test_slices_make_the_file(dim: int | None, blocks: tuple[int, ...], tmp_path
 
 @pytest.mark.parametrize(("written", "left"), [("adapter_model.safetensors", True), ("model.safetensors", False)])
 def test_staged_files_take_the_place_of_their_own_kind(written: str, left: bool, tmp_path: Path) -> None:
-    """Adapters may be saved to the folder of their model, whose files stay."""
-    old = tmp_path / "model-00001-of-00002.safetensors"
-    old.write_bytes(b"old")
+    """Adapters may be saved to the folder of their model, whose files stay; files that no index names always do."""
+    old, other = (tmp_path / f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    for path in (old, other):
+        path.write_bytes(b"old")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": old.name, "b": "../notes"}}))
     with staged(tmp_path) as aside:
         (aside / written).write_bytes(b"new")
         assert old.exists()
     assert (tmp_path / written).read_bytes() == b"new"
     assert old.exists() == left
+    assert other.exists()
     assert not list(tmp_path.glob(".helix-*"))

@@ -13,6 +13,7 @@ from support.cluster import free_port
 from support.forked_ranks import fork_ranks
 from support.launches import PATHS, SUPPORT, accelerate, launch_config, torchrun
 from support.launches import output_of as printed_by
+from support.marks import slow
 
 LIMIT = 200  # a busy machine takes a minute to start two processes
 
@@ -137,6 +138,24 @@ def test_ctrl_c(tmp_path: Path) -> None:
     said = "".join((tmp_path / f"{rank}.log").read_text() for rank in range(2))
     assert said.count("hf_helix: interrupted; stopped after step 2; out/checkpoint-2 is there\n") == 1, said
     assert "KeyboardInterrupt" not in said
+
+
+@pytest.mark.parametrize("how", ["killed", slow("stopped")])
+def test_the_host_of_the_store_is_lost(how: str, tmp_path: Path) -> None:
+    """Without a launcher the store is in rank 0: the other rank ends within a minute, and says nothing but why."""
+    ranks = fork_ranks(tmp_path, SUPPORT / "endings_script.py", "interrupt")
+    wait_for(tmp_path, "communicating")
+    pid = ranks[0].process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    try:
+        assert ranks[1].wait(60) != 0
+    finally:
+        ranks[0].kill()
+    said = (tmp_path / "1.log").read_text()
+    why = {"killed": "rank 0 died", "stopped": "rank 0 was stopped or its host is lost: the store"}[how]
+    assert said.startswith(f"hf_helix: rank 1 ends because {why}"), said
+    assert said.count("\n") == 1, said
 
 
 @pytest.mark.slow

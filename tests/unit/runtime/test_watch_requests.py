@@ -2,8 +2,10 @@
 
 import io
 import os
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -12,7 +14,8 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from hf_helix.runtime.failures import heartbeat
+from hf_helix.runtime.failures import bounded_store, heartbeat
+from hf_helix.runtime.failures.bounded_store import BoundedStore
 from hf_helix.runtime.failures.heartbeat import Watch
 
 ROUNDS = 3
@@ -131,6 +134,68 @@ def test_what_a_rank_says_of_its_end_is_heard_by_all_before_it_ends(server: Hash
     assert all(watch._failure == "rank 2 failed: boom" for watch in ranks[:2])
     assert ranks[0].report("rank 0 failed: later") == "rank 2 failed: boom"
     assert "rank 1 ends because rank 2 failed: boom" in capfd.readouterr().err
+
+
+def test_an_interrupted_rank_whose_store_is_gone_has_heard_of_another(server: HashStore, capfd: Any) -> None:
+    """It has said that it ends because of rank 0, and says nothing of its own."""
+    ranks = watches(server, 2)
+    server.compare_set(heartbeat.FAILED, "", "rank 0 was interrupted")
+    ranks[1]._round()
+    ranks[1]._store = mock.Mock(**{"compare_set.side_effect": dist.DistNetworkError("gone")})
+    assert ranks[1].report("rank 1 was interrupted") == "rank 0 was interrupted"
+
+
+class SilentStore:
+    """A store whose host is stopped."""
+
+    def __init__(self) -> None:
+        self.requests, self.goes_on = 0, threading.Event()
+
+    def ask(self, *_: Any) -> list[bytes]:
+        self.requests += 1
+        self.goes_on.wait(20)
+        return []
+
+    set = multi_get = compare_set = ask
+
+
+def test_a_silent_store_ends_a_rank_that_communicates(
+    server: HashStore, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that does not communicate goes on, and so does its watch."""
+    ends = list[str]()
+    monkeypatch.setattr(Watch, "_end", lambda watch, failure: (ends.append(failure), watch._stop.set()))
+    monkeypatch.setattr(bounded_store, "TURN", 0.02)
+    ranks, silent = watches(server, 2), SilentStore()
+    ranks[1].interval, ranks[1]._store = 0.01, BoundedStore(silent, 0.04)  # type: ignore[arg-type]
+    ranks[1].start()
+    time.sleep(0.3)
+    assert ends == []
+    assert silent.requests > 1
+    with ranks[1].step():
+        assert "has not answered" in str(ranks[1].find_culprit())
+        ranks[1]._thread.join(5)
+    assert ends == [heartbeat.SILENT]
+    silent.goes_on.set()
+
+
+def test_nothing_is_asked_of_a_host_that_is_gone() -> None:
+    """torch would print twenty C++ frames."""
+    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = BoundedStore(server.clone(), 30)
+    store.set("key", "value")
+    assert store.multi_get(["key"]) == [b"value"]
+    with socket.socket() as listening:
+        listening.bind(("localhost", 0))
+        listening.listen()
+        store._line = socket.create_connection(listening.getsockname())
+        store._line.setblocking(False)
+        accepted, _ = listening.accept()
+        store.set("key", "value")
+        accepted.close()
+    store.store = None  # type: ignore[assignment]
+    with pytest.raises(dist.DistNetworkError, match="is gone"):
+        store.set("key", "value")
 
 
 def test_whose_fault_an_error_of_communication_is(server: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
