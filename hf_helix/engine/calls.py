@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_helix.models.direct_use import is_direct_use_allowed
 from hf_helix.runtime.deferred_backward import modes_kept
 from hf_helix.runtime.distributed import agreement
 from hf_helix.runtime.distributed.agreement import agree_on_action, all_gather_object, meet
@@ -42,6 +43,9 @@ from hf_helix.runtime.failures.heartbeat import watched
 
 STREAMER = "streamer"
 """The argument of `generate` that stays on its rank: it shows tokens, and changes none."""
+
+SYNCED = "synced_gpus"
+"""The argument of `generate` for weights that are gathered token by token; here they are gathered for all tokens."""
 
 
 class Request(NamedTuple):
@@ -96,16 +100,17 @@ class Calls:
             args, kwargs: its arguments.
             alike: runs calls that are alike on all ranks that share a batch; None for `stock` in the context.
         """
-        self._functions[name] = stock
         if is_running_model_code():
             return stock(*args, **kwargs)
-        if not self.are_shared:
+        if not self.are_shared or is_direct_use_allowed():
             return (alike or stock)(*args, **kwargs)
+        if kwargs.get(SYNCED):
+            kwargs = {**kwargs, SYNCED: False}
         mesh, shown = self._mesh, {key: value for key, value in kwargs.items() if key != STREAMER}
         number = arguments_number([args, shown]) if mesh.ranks_per_batch > 1 else 0
         with watched():
-            what = "the model is called without gradients" if name != "generate" else "model.generate() is called"
-            meeting = meet(f"{what}, number {self.number}", (), True, mesh, number) if world_size() > 1 else None
+            what = "generate() is called" if name == "generate" else "the model is called without gradients"
+            meeting = meet(f"{what} (model {self.number})", (), True, mesh, number) if world_size() > 1 else None
         if meeting is not None and not (meeting.is_alike and meeting.is_given_alike):
             mine = self._request(name, args, shown)
             return take_turns(mine, functools.partial(stock, *args, **kwargs))
@@ -280,8 +285,8 @@ _COLLECTIVES = (
     *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "reduce"),
     *("reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list"),
 )
-_CARRIERS = "torch", "accelerate", "contextlib", "functools"
-_OF_LIBRARY = "hf_helix", "transformers.trainer"
+_CARRIERS = "torch.", "accelerate.", "contextlib", "functools"
+_OF_LIBRARY = "hf_helix.", "transformers.trainer"
 
 
 def _meet_in_script() -> None:
@@ -296,7 +301,8 @@ def _meet_in_script() -> None:
 def _waiting(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def collective(*args: Any, **kwargs: Any) -> Any:
-        if _is_of_script(sys._getframe(1)) and not is_recording() and _is_over_all(stock, args, kwargs):
+        is_inside = is_recording() or is_running_model_code()
+        if not is_inside and _is_of_script(sys._getframe(1)) and _is_over_all(stock, args, kwargs):
             with watched():
                 agree_on_action(f"torch.distributed.{name}() is called")
         return stock(*args, **kwargs)
@@ -307,15 +313,14 @@ def _waiting(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_of_script(frame: FrameType | None) -> bool:
     """Returns whether a frame is of a script, or of a library that a script calls."""
-    while frame is not None and _is_in(frame, _CARRIERS):
+    while frame is not None and _module_of(frame).startswith(_CARRIERS):
         frame = frame.f_back
     is_main = threading.current_thread() is threading.main_thread()
-    return frame is not None and is_main and not _is_in(frame, _OF_LIBRARY)
+    return frame is not None and is_main and not _module_of(frame).startswith(_OF_LIBRARY)
 
 
-def _is_in(frame: FrameType, packages: Sequence[str]) -> bool:
-    name = frame.f_globals.get("__name__", "")
-    return any(name == each or name.startswith(f"{each}.") for each in packages)
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _is_over_all(stock: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> bool:
