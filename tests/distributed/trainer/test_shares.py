@@ -112,6 +112,14 @@ def run(folder: str, helix: Helix, own_loss: bool) -> Any:
     return plain([shows.found, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]])
 
 
+def refuse(folder: str) -> None:
+    """Calls that differ, with a function that other ranks cannot get."""
+    model = build(folder, {"tp_size": 2}, model=tiny(num_hidden_layers=2), train_dataset=sequences(4)).model
+    equal = {**OPTIONS, "prefix_allowed_tokens_fn": lambda batch, ids: [1, 2, 3]}
+    assert model.generate(prompts(1)[0][None], **equal).max() <= VOCABULARY
+    model.generate(prompts(2)[rank()][None], **equal)
+
+
 TP, PP, CP, SHARDS = {"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}, {"shard_parameters": True}
 
 
@@ -138,3 +146,8 @@ def test_shares_of_processes(
     expected, _ = stock(run, dp=dp, own_loss=own_loss)
     for found in cluster_of(ranks).run(run, folder=str(tmp_path), helix=helix, own_loss=own_loss):
         assert is_close(found, expected), f"{found}\n{expected}"
+
+
+def test_a_function_that_stays_on_its_rank(cluster_of: Any, tmp_path: Path) -> None:
+    words = "rank 0 calls the model (generate) with other arguments than", "prefix_allowed_tokens_fn cannot be handed"
+    cluster_of(2).assert_raises(refuse, *words, "give every rank the same arguments", alike=True, folder=str(tmp_path))
