@@ -122,7 +122,7 @@ class Calls:
 
     def _request(self, name: str, args: Any, kwargs: Mapping[str, Any]) -> Request:
         """Returns a call of this rank for the others."""
-        modes = [module.training for module in self._model.modules()]
+        modes = {path: module.training for path, module in self._model.named_modules()}
         device = self._mesh.device
         kinds = {kind: _autocast_of(kind) for kind in dict.fromkeys(("cpu", device.type))}
         content, unsent = _pickled([args, kwargs, modes, kinds]), ""
@@ -174,8 +174,8 @@ class Calls:
             state.callback(write_random, before, device)
             for kind, (is_on, dtype) in kinds.items():
                 state.enter_context(torch.autocast(kind, dtype, enabled=is_on))
-            for module, mode in zip(self._model.modules(), modes, strict=True):
-                module.training = mode
+            for path, module in self._model.named_modules():
+                module.training = modes.get(path, module.training)
             write_random(request.random, device)
             # An error of the arguments is raised on the rank with the call.
             with torch.no_grad(), contextlib.suppress(ValueError, TypeError, LookupError):

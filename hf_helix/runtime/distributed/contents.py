@@ -56,6 +56,9 @@ def _number_of(tensors: Sequence[tuple[str, Tensor]]) -> Tensor:
 
 
 def _bytes_of(value: Tensor) -> Tensor:
+    """Returns the bytes of a tensor [bytes]; of one without a memory of rows, such as a sparse one, none."""
+    if value.layout is not torch.strided or value.is_nested or value.is_meta:
+        return torch.empty(0, dtype=torch.uint8)
     return value.detach().contiguous().view(-1).view(torch.uint8)
 
 
