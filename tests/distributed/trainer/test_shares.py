@@ -1,6 +1,6 @@
-"""A script that gives each process its own share of prompts or rows gets the answers of the stock Trainer, in order.
+"""A script that gives each process its own share of prompts or rows gets the answers of the uncut model, in order.
 
-The oracle is the stock Trainer on one process, which has all shares, or on as many as there are data-parallel ranks.
+The oracle is a whole model on every process, as under DDP.
 """
 
 from collections.abc import Iterator
@@ -17,11 +17,9 @@ from support.jobs import build
 from support.marks import slow
 from support.models import VOCABULARY, sequences, tiny
 from torch.nn import functional
-from transformers import TrainerCallback
 
 from hf_helix.runtime.distributed.mesh import rank
 
-Helix = dict[str, Any] | None
 OPTIONS: dict[str, Any] = {"max_new_tokens": 4, "pad_token_id": 0, "do_sample": False}
 
 
@@ -82,34 +80,21 @@ def rank_0(model: Any) -> Any:
 USES = {each.__name__: each for each in (together, one_by_one, empty, losses, cached, rank_0)}
 
 
-class Shows(TrainerCallback):
-    """Uses the model after a step."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, Any] = {}
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        if state.global_step == 1:
-            model.eval()
-            self.found = {name: use(model) for name, use in USES.items()}
-            model.train()
-
-
 def weighted(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     logits = outputs.logits[:, :-1].flatten(0, 1).float()
     return functional.cross_entropy(logits, labels[:, 1:].flatten()) * 1.5
 
 
-def run(folder: str, helix: Helix, own_loss: bool) -> Any:
-    """What is shown, and the losses of the steps around it."""
-    shows = Shows()
-    helix = None if helix is None else {"plan": "greedy", **helix}
+def run(folder: str, helix: dict[str, Any], own_loss: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the cut model answers, and the whole model."""
     loss = {"compute_loss_func": weighted} if own_loss else {}
-    training = {"max_steps": 2, "logging_steps": 1, "learning_rate": 1e-2}
-    model = tiny(num_hidden_layers=4)
-    trainer = build(folder, helix, training, model=model, train_dataset=sequences(8), callbacks=[shows], **loss)
-    trainer.train()
-    return plain([shows.found, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]])
+    whole = tiny(num_hidden_layers=4).eval()
+    data = {"model": tiny(num_hidden_layers=4), "train_dataset": sequences(8)}
+    trainer = build(folder, {"plan": "greedy", **helix}, **data, **loss)
+    cut = trainer.model.eval()
+    found, expected = ({name: use(model) for name, use in USES.items()} for model in (cut, whole))
+    trainer.helix.close()
+    return plain(found), plain(expected)
 
 
 def refuse(folder: str) -> None:
@@ -140,12 +125,11 @@ TP, PP, CP, SHARDS = {"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}, {"shard_par
     ids=str,
 )
 def test_shares_of_processes(
-    ranks: int, helix: dict[str, Any], own_loss: bool, cluster_of: Any, stock: Any, tmp_path: Path
+    ranks: int, helix: dict[str, Any], own_loss: bool, cluster_of: Any, tmp_path: Path
 ) -> None:
-    dp = ranks if ranks == 2 and "shard" in str(helix) else ranks // 2
-    expected, _ = stock(run, dp=dp, own_loss=own_loss)
-    for found in cluster_of(ranks).run(run, folder=str(tmp_path), helix=helix, own_loss=own_loss):
-        assert is_close(found, expected), f"{found}\n{expected}"
+    for found, expected in cluster_of(ranks).run(run, folder=str(tmp_path), helix=helix, own_loss=own_loss):
+        wrong = {name: (found[name], each) for name, each in expected.items() if not is_close(found[name], each)}
+        assert not wrong
 
 
 def test_a_function_that_stays_on_its_rank(cluster_of: Any, tmp_path: Path) -> None:
