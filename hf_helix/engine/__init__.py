@@ -4,6 +4,7 @@ engine            trains windows, evaluates, clips, saves: the engine of the Tra
 build             cuts a model and makes its runner
 diagnostics       measurements of the cut model: the figures of the logs, overlap, comparisons, memory, traces
 called_decoder    calls of the cut decoder by code above it: losses of one's own
+calls             calls of the model by a script, with arguments of each rank's own
 microbatches      from batches to the micro-batches of a runner
 mixed_types       parameters of several types, such as norms in fp32 in a model in bf16
 checks            refusals of models, declarations and batches, by name

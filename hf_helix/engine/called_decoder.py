@@ -64,6 +64,19 @@ class DecoderOutput(MoeModelOutputWithPast):
 OpenWindow = Callable[[Sequence[MicroBatch]], AbstractContextManager[object]]
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """The calls of the decoder outside of steps, see `hf_helix.engine.calls`.
+
+    Attributes:
+        run: runs a function with its arguments, by turns where ranks have different ones.
+        is_together: whether every rank calls the decoder alike.
+    """
+
+    run: Callable[..., Any]
+    is_together: Callable[[], bool]
+
+
 class CalledDecoder:
     """Calls of a cut decoder.
 
@@ -72,7 +85,7 @@ class CalledDecoder:
         maker: makes micro-batches.
         check: called with the batch of every call of the model, before it runs. Collective.
         open_window: returns the context of a window, from its micro-batches, which grow until the window ends.
-        running: the context in which the model's own code runs without gradients.
+        calls: the calls outside of steps; None where every rank calls the decoder alike.
 
     Attributes:
         step: the number of the optimizer step, a seed of randomness.
@@ -86,7 +99,7 @@ class CalledDecoder:
         maker: WindowMaker,
         check: Callable[[Mapping[str, Any]], object] = lambda batch: None,
         open_window: OpenWindow | None = None,
-        running: Callable[[], AbstractContextManager[object]] = running_model_code,
+        calls: Decoding | None = None,
     ) -> None:
         self.step = 0
         self.deferred_backward = DeferredBackward(runner)
@@ -94,7 +107,7 @@ class CalledDecoder:
         self._maker = maker
         self._check = check
         self._open_window = open_window or (lambda window: set_aside(runner))
-        self._running = running
+        self._calls = calls or Decoding(_run_alike, lambda: True)
         self._cut = SequenceCut.of(runner.mesh.tp, runner.mesh.cp)
         self.window: list[MicroBatch] = []
         self._kinds: dict[Key, tuple[Sequence[int], torch.dtype]] = {}  # of a token, as calls have returned them
@@ -121,10 +134,11 @@ class CalledDecoder:
             given = {name: value for name, value in named.items() if value is not None}
             for name in (_HIDDEN, _ROUTERS, _ATTENTIONS):
                 given.setdefault(name, getattr(config, name, False))
-            if torch.is_grad_enabled() or not (self._stray(given) or given.get("use_cache")):
+            if not torch.is_grad_enabled() and (self._stray(given) or given.get("use_cache")):
+                return self._calls.run(stock, args, kwargs)
+            if self._calls.is_together():
                 return self._forward(given)
-            with self._running():
-                return stock(*args, **kwargs)
+            return self._calls.run(stock, args, kwargs, alike=lambda *_, **__: self._forward(given))
 
         replace_method(decoder, "forward", forward)
 
@@ -288,6 +302,11 @@ class CalledDecoder:
                 value = value.chunk(axis.size)[axis.rank]
             given[key] = [each.flatten(0, 1) if is_flat else each.contiguous() for each in value.split(rows, 1)]
         self.deferred_backward.backward(call, given)
+
+
+def _run_alike(stock: Callable[..., Any], args: Any, kwargs: Any, alike: Callable[..., Any] | None = None) -> Any:
+    with running_model_code():
+        return stock(*args, **kwargs)
 
 
 def _outline(value: Tensor | None) -> Tensor | None:

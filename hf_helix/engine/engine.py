@@ -23,7 +23,8 @@ from hf_helix.checkpoint.save import save_full, save_pretrained
 from hf_helix.config import AUTO, HelixConfig
 from hf_helix.engine.advice import Advice
 from hf_helix.engine.build import Declared, RunOptions, declare, start_runner
-from hf_helix.engine.called_decoder import CalledDecoder
+from hf_helix.engine.called_decoder import CalledDecoder, Decoding
+from hf_helix.engine.calls import Calls, is_together, together
 from hf_helix.engine.checks import (
     check_batch,
     check_model,
@@ -57,7 +58,7 @@ from hf_helix.models.direct_use import (
     leave_out_unread,
     refuse_calls,
     refuse_saving,
-    run_generation,
+    run_calls,
 )
 from hf_helix.models.four_bit import open_four_bit
 from hf_helix.models.model_code import check_forwards
@@ -148,6 +149,8 @@ class Engine(Diagnostics):
         self._modules_run_as_is = declared.modules_run_as_is
         self._snapshot = Snapshot(model, self._modules_run_as_is)
         self.graphs = self._make_graphs()
+        self._has_parts = is_cut(self.runner.rank_units, mesh)
+        self._calls = Calls(model, mesh, self._running, self._has_parts or mesh.batch_group is not None)
         self.called_decoder = self._make_called_decoder() if self.ends_at_decoder else None
         self._refuse_direct_use(instead)
         say(self._summary())
@@ -237,23 +240,35 @@ class Engine(Diagnostics):
                 f"schedule={self.config.schedule!r} has no slot for a forward and a backward pass: with a loss of your "
                 "own, nothing overlaps; use schedule='auto'"
             )
-        called_decoder = CalledDecoder(self.runner, self._maker, check, self._begin_window, self.plain)
+        calls = Decoding(functools.partial(self._calls.run, "decoder"), is_together)
+        called_decoder = CalledDecoder(self.runner, self._maker, check, self._begin_window, calls)
         decoder = self.family.decoder(self.base)
+        self._calls.add("decoder", decoder.forward)
         called_decoder.put_into(decoder)
         leave_out_unread(decoder)
         return called_decoder
 
     def _refuse_direct_use(self, instead: Instead) -> None:
         """Lets the model raise where a call would now work on this rank's part alone."""
-        has_parts = is_cut(self.runner.rank_units, self.mesh)
-        for model in {self.model, self.base} if has_parts or self.mesh.batch_group is not None else ():
+        if not self._calls.are_shared:
+            return
+        for place, model in enumerate(dict.fromkeys((self.model, self.base))):
             model._is_cut_by_helix = True
-            if not self.ends_at_decoder:
-                refuse_calls(model, instead, self.plain)
-        if has_parts or self.mesh.batch_group is not None:
-            run_generation(self.base, self.plain)
-        if has_parts:
+            name = f"forward {place}"
+            self._calls.add(name, model.forward)
+            if self.ends_at_decoder:
+                run_calls(model, "forward", functools.partial(self._call_own, name))
+            else:
+                refuse_calls(model, instead, functools.partial(self._calls.run, name))
+        if hasattr(self.base, "generate"):
+            self._calls.add("generate", self.base.generate)
+            run_calls(self.base, "generate", functools.partial(self._calls.run, "generate"))
+        if self._has_parts:
             refuse_saving(self.model, instead)
+
+    def _call_own(self, name: str, stock: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs a call of a model with a loss of one's own: where ranks call alike, by its cut decoder."""
+        return stock(*args, **kwargs) if is_together() else self._calls.run(name, stock, args, kwargs, alike=stock)
 
     def _check_unchanged(self) -> None:
         """Refuses changes of the model since it was cut, and hooks that would never run."""
@@ -347,18 +362,21 @@ class Engine(Diagnostics):
         self.limits.raise_if_invalid([self.value_bounds([batch]).tolist()])
 
     @plain_parameters()
-    def train_window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[Tensor]:
+    def train_window(
+        self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int, is_compared: bool = False
+    ) -> list[Tensor]:
         """Runs forward and backward of a window; gradients are added to `parameter.grad`. Collective.
 
         Args:
             batches: the batches of the data collator, on the device; the same on all ranks that share a batch.
             scale: the factors of the losses.
             step: the number of the optimizer step, a seed of randomness.
+            is_compared: whether ranks that share the batches have compared them.
 
         Returns:
             The loss of every micro-batch, on every rank.
         """
-        window = self.last_window = self._checked_window(batches, scale, step)
+        window = self.last_window = self._checked_window(batches, scale, step, is_compared)
         if self.graphs is not None:
             self.graphs.keep_gradients()
         replays = self.graphs is not None and not self.graphs.has_given_up
@@ -370,11 +388,14 @@ class Engine(Diagnostics):
         self._divided.note_gradients()
         return losses
 
-    def _checked_window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[MicroBatch]:
+    def _checked_window(
+        self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int, is_compared: bool = False
+    ) -> list[MicroBatch]:
         """The checked micro-batches of a window. Collective."""
         self._check_trainable()
         check_batch(batches[0])
-        agree_on_window(batches, self.mesh.batch_group)
+        if not is_compared:
+            agree_on_window(batches, self.mesh.batch_group)
         self._advice.say(batches)
         self.model.train()
         self._check_images(batches)
@@ -531,9 +552,21 @@ class Engine(Diagnostics):
         if is_running_model_code() or is_direct_use_allowed():
             yield self.model
             return
-        with unsharded(self.runner.rank_units, "the model is called without gradients"), running_model_code():
-            self.mesh.share_random_state()
+        with watched():
+            agree_on_action("the model is called without gradients", mesh=self.mesh)
+        with self._running():
             yield self.model
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """Returns the context in which the model's own code runs over this rank's slices. Collective."""
+        with unsharded(self.runner.rank_units), running_model_code():
+            yield
+
+    def together(self) -> AbstractContextManager[None]:
+        """Returns the context of an evaluation by a loss of one's own, within which ranks that share a batch call the
+        model alike."""
+        return together()
 
     @plain_parameters()
     def reshard_parameters(self) -> None:
@@ -571,9 +604,8 @@ class Engine(Diagnostics):
         Returns:
             The loss, and if asked for the logits [batch, sequence, vocabulary], on every rank.
         """
-        agree_on_action("a batch is evaluated")
+        agree_on_action("a batch is evaluated", mesh=self.mesh, given=[batch])
         self._check_unchanged()
-        agree_on_window([batch], self.mesh.batch_group)
         self.check_value_bounds(batch)
         self.model.eval()
         whole = LossScale(*scale.of(batch))  # of the batch, whose rows may run as several micro-batches

@@ -333,14 +333,15 @@ def full_weights(model: Any, rank_units: RankUnits, mesh: Mesh, config: HelixCon
             f"full_weights() with {' and '.join(sizes)}: every rank has slices of the model, even with all that "
             "data-parallel ranks have spread; save the model, and load it with from_pretrained(folder)"
         )
-    with plain_parameters(), unsharded(rank_units, "full_weights() is entered"), direct_use_allowed():
+    with watched():
+        agree_on_action("full_weights() is entered")
+    with plain_parameters(), unsharded(rank_units), direct_use_allowed():
         yield model
 
 
 @contextlib.contextmanager
-def unsharded(rank_units: RankUnits, what: str) -> Iterator[None]:
-    """Returns the context in which every rank has the full weights that replicas shard; `what` is the action, see
-    `agree_on_action`. Collective."""
+def unsharded(rank_units: RankUnits) -> Iterator[None]:
+    """Returns the context in which every rank has the full weights that replicas shard. Collective."""
     with plain_parameters():
         for flat in rank_units.flat_parameters:
             flat.check_resharded()
@@ -349,7 +350,6 @@ def unsharded(rank_units: RankUnits, what: str) -> Iterator[None]:
             flat: flat.shard.clone() for flat in zero1_flat_parameters(rank_units.flat_parameters) if flat.has_shard
         }
         with watched():
-            agree_on_action(what)
             for flat in rank_units.flat_parameters:
                 flat.unshard(flat.gather())
     try:

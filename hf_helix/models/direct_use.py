@@ -12,7 +12,6 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple, NoReturn
 
@@ -36,15 +35,18 @@ class Instead(NamedTuple):
     saving: str
 
 
-def refuse_calls(model: nn.Module, instead: Instead, running: Callable[[], AbstractContextManager[object]]) -> None:
-    """Makes calls of a model with gradients an error; without gradients its own code runs in the context `running`."""
+Call = Callable[[Callable[..., Any], Any, Any], Any]
+"""Runs a function of the model with its arguments, see `hf_helix.engine.calls`."""
+
+
+def refuse_calls(model: nn.Module, instead: Instead, call: Call) -> None:
+    """Makes calls of a model with gradients an error; without gradients its own code runs, by `call`."""
 
     def forward(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if _use_allowed:
             return stock(*args, **kwargs)
         if not torch.is_grad_enabled():
-            with running():
-                return stock(*args, **kwargs)
+            return call(stock, args, kwargs)
         raise RuntimeError(
             "this model's weights are cut over several ranks, so it cannot be called directly with gradients; use "
             f"{instead.calling}, or save it with {instead.saving} and load it with from_pretrained(folder)"
@@ -53,16 +55,15 @@ def refuse_calls(model: nn.Module, instead: Instead, running: Callable[[], Abstr
     replace_method(model, "forward", forward)
 
 
-def run_generation(model: Any, running: Callable[[], AbstractContextManager[object]]) -> None:
-    """Makes `model.generate` run in a context, entered once for all tokens."""
-    if not hasattr(model, "generate"):
+def run_calls(model: Any, name: str, call: Call) -> None:
+    """Makes calls of a method of a model run by `call`."""
+    if not hasattr(model, name):
         return
 
-    def generate(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with running():
-            return stock(*args, **kwargs)
+    def method(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return stock(*args, **kwargs) if _use_allowed else call(stock, args, kwargs)
 
-    replace_method(model, "generate", generate)
+    replace_method(model, name, method)
 
 
 _OF_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")

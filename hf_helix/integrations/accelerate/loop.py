@@ -35,7 +35,13 @@ from hf_helix.integrations.upstream import check_class, overrides
 from hf_helix.models.batch_inputs import count_targets
 from hf_helix.models.direct_use import Instead
 from hf_helix.models.graph.context import LossTweaks
-from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_number, check_same_on_all_ranks
+from hf_helix.runtime.distributed.agreement import (
+    agree_on_action,
+    agree_on_number,
+    check_same_on_all_ranks,
+    check_windows,
+)
+from hf_helix.runtime.distributed.contents import window_number
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.environment import check_environment
@@ -173,11 +179,27 @@ class HelixModel:
     def windows(self, batches: Iterable[Any]) -> Iterator[list[Any]]:
         """Yields the batches of a data loader in lists of `gradient_accumulation_steps`; the last may be shorter."""
         batches = iter(batches)
-        while window := list(itertools.islice(batches, self._accelerator.gradient_accumulation_steps)):
+        while window := self._fetched(batches):
             yield window
         with watched():
-            agree_on_action(_WINDOWS)
-            agree_on_number(0, self.engine.mesh.device, self.engine.value_bounds([]))  # another rank may have a window
+            self._agree([])  # another rank may have a window
+
+    def _fetched(self, batches: Iterator[Any]) -> list[Any]:
+        """Returns the next batches of a data loader; ranks that share them draw the same random numbers. Collective."""
+        if self.engine.mesh.ranks_per_batch > 1:
+            with watched():
+                agree_on_action("a batch is fetched", mesh=self.engine.mesh)
+        return list(itertools.islice(batches, self._accelerator.gradient_accumulation_steps))
+
+    def _agree(self, batches: Sequence[Any]) -> None:
+        """Compares the windows of the ranks. Collective."""
+        mesh = self.engine.mesh
+        agree_on_action(_WINDOWS, mesh=mesh)
+        number = window_number(batches) if mesh.ranks_per_batch > 1 else torch.tensor(0)
+        message = torch.cat((number.reshape(1).to(mesh.device), self.engine.value_bounds(batches)))
+        of_ranks = agree_on_number(len(batches), mesh.device, message)
+        self.engine.limits.raise_if_invalid([reach for _, *reach in of_ranks])
+        check_windows(batches, [number for number, *_ in of_ranks], mesh)
 
     def train_window(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Runs forward and backward of an optimizer step's micro-batches; gradients are added to `parameter.grad`.
@@ -191,10 +213,7 @@ class HelixModel:
         """
         mesh = self.engine.mesh
         with watched():
-            agree_on_action(_WINDOWS)
-            self.engine.limits.raise_if_invalid(
-                agree_on_number(len(batches), mesh.device, self.engine.value_bounds(batches))
-            )
+            self._agree(batches)
             if not batches:
                 raise ValueError("train_window needs the batches of an optimizer step, such as [batch]; got none")
             loss = self._train(batches) if self._loss is None else self._train_own(self._loss, batches)
@@ -214,7 +233,7 @@ class HelixModel:
             dist.all_reduce(items, group=mesh.dp_group)
         scale = LossScale(mesh.dp_size / items, 1 / len(batches))
         self._say(self.engine.tune(batches, scale, self._step))
-        return torch.stack(self.engine.train_window(batches, scale, self._step)).sum()
+        return torch.stack(self.engine.train_window(batches, scale, self._step, is_compared=True)).sum()
 
     def _say(self, tuning: TuningResult | None) -> None:
         if tuning is not None:
@@ -246,8 +265,9 @@ class HelixModel:
                     raise ValueError(
                         "evaluate(logits=True) with a loss of one's own: call model(**batch).logits instead"
                     )
+                agree_on_action("a batch is evaluated", mesh=self.engine.mesh, given=[batch])
                 self.module.eval()
-                with torch.no_grad():
+                with torch.no_grad(), self.engine.together():
                     return CausalLMOutput(loss=self._loss(self.module, self._moved(batch)))
             batch = self._checked(batch)
             loss, whole = self.engine.evaluate(

@@ -74,7 +74,8 @@ class EvaluationHooks(TrainerAttributes):
         if not loss_only and not self.helix.ends_at_decoder:
             check_outputs(self.model.config, ignore_keys)
         with watched():
-            agree_on_action(f"trainer.{'predict' if description == 'Prediction' else 'evaluate'}() is called")
+            name = "predict" if description == "Prediction" else "evaluate"
+            agree_on_action(f"trainer.{name}() is called", mesh=self.helix.mesh)
             self._health.check()
             arguments = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
             return super().evaluation_loop(*arguments)  # type: ignore[misc]
@@ -108,10 +109,10 @@ class EvaluationHooks(TrainerAttributes):
 
     def _own_prediction(self, *arguments: Any) -> Any:
         """Returns the stock method's results of a loss of the user's own, with full logits."""
-        agree_on_action("a batch is evaluated")
+        agree_on_action("a batch is evaluated", mesh=self.helix.mesh, given=[arguments[1]])
         assert self.helix.called_decoder is not None
         self.helix.called_decoder.step = self.state.global_step
-        with self._gathering():
+        with self.helix.together(), self._gathering():
             return tree_map(_full, super().prediction_step(*arguments))  # type: ignore[misc]
 
     @property

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Trainer
 
 from hf_helix.engine.microbatches import LossScale
 from hf_helix.integrations.trainer.checks import check_overrides
@@ -25,7 +26,8 @@ from hf_helix.integrations.trainer.evaluation import check_outputs
 from hf_helix.integrations.trainer.stock import TrainerAttributes
 from hf_helix.integrations.upstream import overrides
 from hf_helix.models.batch_inputs import count_targets
-from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_number
+from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_number, check_windows
+from hf_helix.runtime.distributed.contents import window_number
 from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.notices import say
@@ -71,6 +73,13 @@ def _contents(batch: Any) -> dict[Any, tuple[Any, int]]:
     }
 
 
+def _trains_as_fetched(kind: type) -> bool:
+    """Returns whether no class of a trainer can change a batch after ranks have compared the batches they fetched."""
+    changing = "get_batch_samples", "training_step", "_prepare_inputs", "_prepare_input"
+    owners = {base for base in kind.__mro__ for name in changing if name in vars(base)}
+    return owners <= {WindowHooks, Trainer}
+
+
 class WindowHooks(TrainerAttributes):
     """The part of `HelixTrainerMixin` that trains."""
 
@@ -113,14 +122,18 @@ class WindowHooks(TrainerAttributes):
         Returns:
             The micro-batches, and the number of their tokens with a label, as the stock method.
         """
+        self._share_random_state("a batch is fetched")
         batches = list(itertools.islice(epoch_iterator, num_batches))
         ends_at_decoder = self.helix.ends_at_decoder
         with watched():
+            states = [self._health.state(), self._number_of(batches)]
             bounds = [] if ends_at_decoder else [self.helix.value_bounds(batches)]
-            of_ranks = agree_on_number(len(batches), device, torch.cat((self._health.state().reshape(1), *bounds)))
-            self._health.raise_if_invalid([state for state, *_ in of_ranks])
+            message = torch.cat((torch.stack([state.to(device) for state in states]), *bounds))
+            of_ranks = agree_on_number(len(batches), device, message)
+            self._health.raise_if_invalid([health for health, *_ in of_ranks])
             if not ends_at_decoder:
-                self.helix.limits.raise_if_invalid([reach for _, *reach in of_ranks])
+                self.helix.limits.raise_if_invalid([reach for _, _, *reach in of_ranks])
+            check_windows(batches, [number for _, number, *_ in of_ranks], self.helix.mesh)
         samples, num_items = super().get_batch_samples(iter(batches), num_batches, device)  # type: ignore[misc]
         self._window = window = FetchedWindow(samples) if samples else None
         if window is not None and ends_at_decoder:
@@ -129,6 +142,16 @@ class WindowHooks(TrainerAttributes):
             ready, scale = window.prepared(self._prepare_inputs), self.loss_scale(num_items, self._num_parts)
             self._say_tuning(self.helix.tune(ready, scale, self.state.global_step, self._steps_left))
         return samples, num_items
+
+    def _share_random_state(self, what: str) -> None:
+        """Gives ranks that share a batch one random state before an action. Collective."""
+        if self.helix.mesh.ranks_per_batch > 1:
+            with watched():
+                agree_on_action(what, mesh=self.helix.mesh)
+
+    def _number_of(self, batches: Sequence[Any]) -> Tensor:
+        """Returns the number that ranks which share the batches compare."""
+        return window_number(batches) if self.helix.mesh.ranks_per_batch > 1 else torch.tensor(0)
 
     @overrides("Trainer", otherwise="the cut model would be called, which is an error")
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
@@ -146,14 +169,14 @@ class WindowHooks(TrainerAttributes):
         if self.helix.ends_at_decoder:
             return self._own_step(model, inputs, num_items_in_batch)
         if window is None:
-            agree_on_action("trainer.training_step() is called")
+            agree_on_action("trainer.training_step() is called", mesh=self.helix.mesh)
             self.helix.check_value_bounds(inputs)
             window = self._window = FetchedWindow([inputs])
             scale = self._scale_of_one(inputs, num_items_in_batch)
             try:
                 # Inside of `train()`, `tune` does the same.
                 self.helix.settle_link(window.prepared(self._prepare_inputs), scale, self.state.global_step)
-                return self._run_window(window, scale)[0]
+                return self._run_window(window, scale, is_compared=False)[0]
             finally:
                 self._window = None
         if len(window.batches) == 1:
@@ -169,7 +192,8 @@ class WindowHooks(TrainerAttributes):
         if window.losses is None:
             if type(self).training_step is not WindowHooks.training_step:
                 agree_on_action("a window is trained")  # a user's override may have started with work on a single rank
-            window.losses = self._run_window(window, self.loss_scale(num_items_in_batch, self._num_parts))
+            scale = self.loss_scale(num_items_in_batch, self._num_parts)
+            window.losses = self._run_window(window, scale, _trains_as_fetched(type(self)))
         loss = window.losses[window.num_returned]
         window.num_returned += 1
         if window.num_returned == len(window.batches):
@@ -181,6 +205,9 @@ class WindowHooks(TrainerAttributes):
         window, and one outside of `train()`, completes the gradients."""
         called_decoder, window, step = self.helix.called_decoder, self._window, self.state.global_step
         assert called_decoder is not None
+        if window is None or type(self).training_step is not WindowHooks.training_step:
+            with watched():
+                agree_on_action("trainer.training_step() is called", mesh=self.helix.mesh, given=[inputs])
         with called_decoder.training(step), self._gathering():
             loss: Tensor = super().training_step(model, inputs, num_items)  # type: ignore[misc]
         self._health.note_losses(loss.detach().reshape(1), step + 1)
@@ -191,13 +218,20 @@ class WindowHooks(TrainerAttributes):
             self.helix.finish_window()
         return loss
 
-    def _run_window(self, window: FetchedWindow, scale: LossScale) -> Tensor:
-        """Runs a window and returns the loss of every micro-batch. Collective."""
+    def _run_window(self, window: FetchedWindow, scale: LossScale, is_compared: bool) -> Tensor:
+        """Runs a window and returns the loss of every micro-batch. Collective.
+
+        Args:
+            window: the micro-batches.
+            scale: the factors of their losses.
+            is_compared: see `Engine.train_window`.
+        """
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers have a mode
         ready = window.prepared(self._prepare_inputs)
         step = self.state.global_step
-        losses = self._stock.take_losses(self, ready, torch.stack(self.helix.train_window(ready, scale, step)))
+        losses = torch.stack(self.helix.train_window(ready, scale, step, is_compared))
+        losses = self._stock.take_losses(self, ready, losses)
         # Without any label, the loss of every micro-batch is 0 / 0 as in the stock Trainer, and the gradient is zero.
         noted = losses if scale.tokens is None else losses.where(scale.tokens.isfinite(), 0.0)
         self._health.note_losses(noted, step + 1)

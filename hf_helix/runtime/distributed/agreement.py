@@ -2,26 +2,30 @@
 
 In:   a text (plan, schedule), the batches of a window, the next action of a rank, or a result of a single rank.
 Out:  nothing, the same result, or the same error, on every rank of the comparison.
-Must hold: ranks never issue mismatched collectives.
+Must hold: ranks never issue mismatched collectives. A rank that waits for an action takes part in calls of the model
+that others still make, see `hf_helix.engine.calls`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_helix.planning.text import first_difference
+from hf_helix.runtime.distributed.contents import tensor_numbers, window_number
 from hf_helix.runtime.distributed.groups import broadcast_object, control_group
-from hf_helix.runtime.distributed.mesh import forget_meshes, world_size
+from hf_helix.runtime.distributed.mesh import Mesh, forget_meshes, world_size
+from hf_helix.runtime.distributed.random_state import random_number
 from hf_helix.runtime.failures.endings import describe, mark_remote_error
 
 T = TypeVar("T")
@@ -32,39 +36,96 @@ TOGETHER = "every rank must do so; write it without `if trainer.is_world_process
 awaited = ""  # the action that this rank is about to take, while it waits for the others
 
 
-def agree_on_action(what: str, flags: Sequence[bool] = ()) -> list[bool]:
-    """Waits until every rank is about to take the same action. Collective, before any other collective of the action:
-    the message has one size for all actions, so ranks with different actions find out, and do not communicate by
-    mistake.
+take_part: Callable[[], object] = bool  # nothing to do
+"""Takes part in calls of a model that other ranks make; set by `hf_helix.engine.calls`."""
+
+
+class Meeting(NamedTuple):
+    """What ranks that are each about to take an action know of each other.
+
+    Attributes:
+        is_alike: whether the action is the same on every rank.
+        has_calls: whether a rank is about to call a model.
+        flags: for every flag whether any rank has set it.
+        is_random_alike: whether ranks that share a batch have the same random state.
+        is_given_alike: whether ranks that share a batch were given the same.
+    """
+
+    is_alike: bool
+    has_calls: bool
+    flags: list[bool]
+    is_random_alike: bool
+    is_given_alike: bool
+
+
+def meet(
+    what: str, flags: Sequence[bool] = (), is_call: bool = False, mesh: Mesh | None = None, given: int = 0
+) -> Meeting:
+    """Waits until every rank is about to take an action. Collective: the message has one size for all actions, so ranks
+    with different actions find out, and do not communicate by mistake.
+
+    Args:
+        what: a clause for the action.
+        flags: up to `NUM_FLAGS`, as many on every rank.
+        is_call: whether the action is a call of a model.
+        mesh: the mesh with the ranks that share a batch; None for an action without a comparison.
+        given: the number of what this rank was given, see `hf_helix.runtime.distributed.contents`.
+    """
+    global awaited
+    awaited, mark = what + _script_line(), zlib.crc32(what.encode())
+    size = 1 if mesh is None else mesh.ranks_per_batch
+    compared = [random_number(mesh.device), given] if mesh is not None and size > 1 else [0, 0]
+    mine = torch.tensor([size, *compared, mark, -mark, is_call, *flags, *[0] * (NUM_FLAGS - len(flags))])
+    of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+    dist.gather(mine, of_ranks, dst=0, group=control_group())  # with a broadcast: fewer turns than an all-reduce
+    if of_ranks is not None:
+        rows = torch.stack(of_ranks)
+        mine = rows.amax(0)
+        blocks = rows[:, 1:3].unflatten(0, (-1, int(mine[0])))
+        mine[1:3] = (blocks != blocks[:, :1]).flatten(0, 1).any(0)
+    dist.broadcast(mine, src=0, group=control_group())
+    _, random_differs, given_differs, highest, lowest, has_calls, *shared = mine.tolist()
+    marks = [bool(flag) for flag in shared[: len(flags)]]
+    return Meeting(highest == -lowest, bool(has_calls), marks, not random_differs, not given_differs)
+
+
+def agree_on_action(
+    what: str, flags: Sequence[bool] = (), mesh: Mesh | None = None, given: Sequence[Any] | None = None
+) -> list[bool]:
+    """Waits until every rank is about to take the same action. Collective, before any other collective of the action.
+    Meanwhile this rank takes part in calls of a model that other ranks make.
 
     Args:
         what: a clause for the action, such as "trainer.save_model() is called".
         flags: up to `NUM_FLAGS`, as many on every rank.
+        mesh: the mesh whose ranks that share a batch go on with the random state of the first of them; None for an
+            action that needs no random numbers.
+        given: batches, equal on ranks that share a batch.
 
     Returns:
         For every flag whether any rank has set it.
 
     Raises:
         RuntimeError: on every rank, names two of the ranks and their actions.
+        ValueError: on every rank, names the tensors that differ.
     """
     global awaited
     if world_size() == 1:
         return list(flags)
-    awaited, mark = what + _script_line(), zlib.crc32(what.encode())
-    most = torch.tensor([mark, -mark, *flags, *[0] * (NUM_FLAGS - len(flags))])
-    of_ranks = [torch.empty_like(most) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
-    dist.gather(most, of_ranks, dst=0, group=control_group())  # with a broadcast: fewer turns than an all-reduce
-    if of_ranks is not None:
-        most = torch.stack(of_ranks).amax(0)
-    dist.broadcast(most, src=0, group=control_group())
-    highest, lowest, *shared = most.tolist()
-    if highest != -lowest:
+    number = int(window_number(given)) if given is not None and mesh is not None and mesh.ranks_per_batch > 1 else 0
+    while (meeting := meet(what, flags, False, mesh, number)).has_calls:
+        take_part()
+    if not meeting.is_alike:
         said = all_gather_object((what, awaited))
         odd = next(rank for rank, (text, _) in enumerate(said) if text != said[0][0])
         forget_meshes()  # on every rank: the action of one may have been watched, the action of another not
         raise RuntimeError(f"{said[0][1]} on rank 0 while {said[odd][1]} on rank {odd}: {TOGETHER}")
+    if mesh is not None and not meeting.is_random_alike:
+        mesh.share_random_state()
+    if mesh is not None and given is not None and not meeting.is_given_alike:
+        _name_difference(given, mesh.ranks_per_batch)
     awaited = ""  # after failed communication the text stays, for the error message
-    return [bool(flag) for flag in shared[: len(flags)]]
+    return meeting.flags
 
 
 def _script_line() -> str:
@@ -172,37 +233,53 @@ def decide_on_rank_0(decide: Callable[[], T]) -> T:
 
 
 def agree_on_window(batches: Sequence[Mapping[str, Any]], group: dist.ProcessGroup | None) -> None:
-    """Compares the tensors of a window, and their names, over the ranks that share it. Collective.
+    """Compares the tensors of a window, and their names, over the ranks that share it. Collective over these ranks.
 
     Raises:
         ValueError: on every rank of the group, names the tensors that differ.
     """
     if group is None:
         return
-    mine = torch.stack([(2 * place + 1) * _fingerprint(batch) for place, batch in enumerate(batches)]).sum()
-    if len({number for (number,) in gather_numbers(mine[None], group)}) > 1:
-        _name_difference(batches, dist.get_process_group_ranks(group))
+    if len({number for (number,) in gather_numbers(window_number(batches)[None], group)}) > 1:
+        ranks = dist.get_process_group_ranks(group)
+        _name_difference(batches, len(ranks), ranks)
 
 
-def _fingerprint(batch: Mapping[str, Any]) -> Tensor:
-    """A number from the names, types, shapes and bytes of the tensors of a batch; 64 bits, which may overflow."""
-    tensors = [(name, value) for name, value in sorted(batch.items()) if isinstance(value, Tensor)]
-    about = zlib.crc32(repr([(name, value.dtype, value.shape) for name, value in tensors]).encode())
-    content = torch.cat([value.detach().contiguous().view(-1).view(torch.uint8) for _, value in tensors])
-    words = nn.functional.pad(content, (0, -len(content) % 8)).view(torch.int64)
-    weights = torch.arange(1, len(words) + 1, device=words.device) * 0x1E3779B97F4A7C15
-    return ((words * (weights ^ weights >> 29 | 1)).sum() + 1) * (2 * about + 1)
+def check_windows(batches: Sequence[Any], numbers: Sequence[int], mesh: Mesh) -> None:
+    """Compares the tensors of a window by a number of every rank. Collective if they differ.
+
+    Args:
+        batches: of this rank.
+        numbers: of every rank, see `window_number`.
+        mesh: the mesh with the ranks that share a batch.
+
+    Raises:
+        ValueError: on every rank, names the tensors that differ.
+    """
+    size = mesh.ranks_per_batch
+    if any(number != numbers[rank // size * size] for rank, number in enumerate(numbers)):
+        _name_difference(batches, size)
 
 
-def _name_difference(batches: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
-    tensors = [{name: value for name, value in batch.items() if isinstance(value, Tensor)} for batch in batches]
-    mine = [{name: int(_fingerprint({name: batch[name]})) for name in batch} for batch in tensors]
-    seen = all_gather_object(mine, ranks)
-    odd = next(place for place, windows in enumerate(seen) if windows != seen[0])
-    one, other = next((one, other) for one, other in zip(seen[0], seen[odd], strict=True) if one != other)
-    names = sorted({name for name in one.keys() | other.keys() if one.get(name) != other.get(name)})
+def _name_difference(batches: Sequence[Any], size: int, ranks: Sequence[int] | None = None) -> None:
+    """Raises the error of ranks that share batches and got different ones.
+
+    Args:
+        batches: of this rank.
+        size: the number of ranks that share a batch.
+        ranks: those that compare; None for all.
+    """
+    seen = all_gather_object([tensor_numbers(batch) for batch in batches], ranks)
+    odd = next(place for place, windows in enumerate(seen) if windows != seen[place // size * size])
+    mate = odd // size * size
+    windows = [[numbers.items() for numbers in seen[place]] for place in (mate, odd)]
+    differing = next(
+        one ^ other for one, other in itertools.zip_longest(*windows, fillvalue={}.items()) if one != other
+    )
+    names = sorted({name for name, _ in differing})
+    one, other = (place if ranks is None else ranks[place] for place in (mate, odd))
     raise ValueError(
-        f"ranks {ranks[0]} and {ranks[odd]} share every batch, and got different batches: {', '.join(names)} differ; "
+        f"ranks {one} and {other} share every batch, and got different batches: {', '.join(names)} differ; "
         "shuffle and draw with the same seed on every rank, as TrainingArguments(seed=..., data_seed=...) does, and "
         "leave out split_dataset_by_node and the like, since every rank gets its part of the data from Accelerate"
     )

@@ -35,6 +35,7 @@ from hf_helix.operators.zero.host_shard import HostLink
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed import groups
 from hf_helix.runtime.distributed.pipe import Pipe, make_pipe
+from hf_helix.runtime.distributed.random_state import share_random
 
 
 def check_joined(world: int) -> None:
@@ -177,16 +178,13 @@ class Mesh:
 
     def share_random_state(self) -> None:
         """Gives the ranks with the same batch the random state of the first of them. Collective over these ranks."""
-        if self.batch_group is None:
-            return
-        first = dist.get_global_rank(self.batch_group, 0)
-        states = [(torch.get_rng_state, torch.set_rng_state)]
-        if self.device.type == "cuda":
-            states.append((torch.cuda.get_rng_state, torch.cuda.set_rng_state))
-        for read, write in states:
-            state = read().to(self.device)
-            dist.broadcast(state, first, group=self.batch_group)
-            write(state.cpu())
+        if self.batch_group is not None:
+            share_random(self.device, dist.get_process_group_ranks(self.batch_group))
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """The number of ranks with the same batch, which follow each other in the launcher's group."""
+        return 1 if self.batch_group is None else dist.get_world_size(self.batch_group)
 
     @property
     def dp_size(self) -> int:

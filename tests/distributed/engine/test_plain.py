@@ -66,11 +66,6 @@ def test_generation_in_a_callback(cluster_of: Any, tmp_path: Any) -> None:
     assert expected["losses"] == quiet["losses"]
 
 
-def test_a_call_on_one_rank_alone(cluster_of: Any, tmp_path: Any) -> None:
-    failures = cluster_of(2).errors(call_on_rank_0, folder=str(tmp_path))
-    assert "the model is called without gradients" in failures[0].message
-
-
 @pytest.mark.parametrize("own_loss", [False, True])
 def test_arguments_and_copies(own_loss: bool, cluster_of: Any) -> None:
     for errors, said in cluster_of(2).run(called, helix={"tp_size": 2}, own_loss=own_loss):
@@ -199,10 +194,3 @@ def called(helix: dict[str, int], own_loss: bool) -> tuple[dict[str, float], lis
         errors["restored"] = (cut(input_ids=ids).logits - whole(input_ids=ids).logits).abs().max().item()
     engine.close()
     return errors, said
-
-
-def call_on_rank_0(folder: str) -> None:
-    trainer = make_trainer(folder, {"tp_size": 2})
-    if torch.distributed.get_rank() == 0:
-        trainer.model.generate(input_ids=torch.ones(1, 3, dtype=torch.long), max_new_tokens=2, pad_token_id=0)
-    trainer.evaluate()

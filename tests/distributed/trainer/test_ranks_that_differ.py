@@ -5,6 +5,7 @@ The oracle is the stock Trainer with as many processes as there are data-paralle
 
 import multiprocessing
 import os
+import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,60 @@ def draw(folder: str, helix: Helix) -> list[Any]:
     return result
 
 
+class DrawsAlone(TrainerCallback):
+    """Draws numbers on rank 0 alone, as a script that shows samples."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if rank() == 0:
+            random.random()
+            np.random.standard_normal()  # the second of a pair is kept for later
+            torch.rand(3)
+
+
+class Shifted(torch.utils.data.Dataset):
+    """Rows of several lengths, changed at random whenever they are read."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = [{name: value[: 8 + place % 5] for name, value in row.items()} for place, row in enumerate(rows)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, place: int) -> Any:
+        shift = random.randrange(1, 9)
+        return {name: value.roll(shift) for name, value in self.rows[place].items()}
+
+
+def padded(rows: list[Any]) -> Any:
+    """As `draws`, of rows with several lengths."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    fill = {"input_ids": 0, "labels": -100}
+    pad = lambda name, value: torch.nn.functional.pad(value, (0, longest - len(value)), value=fill[name])  # noqa: E731
+    return draws([{name: pad(name, value) for name, value in row.items()} for row in rows])
+
+
+def noisy(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    """Weighs tokens by random numbers."""
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+    each = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    return (each * torch.rand(each.shape)).mean() * (1 + float(np.random.rand()))
+
+
+def draw_alone(folder: str, helix: Helix) -> list[Any]:
+    """The losses where rank 0 has drawn numbers after the trainer was made, and draws after every step."""
+    result = []
+    for own in ({}, {"compute_loss_func": noisy}):
+        training = {"max_steps": 3, "gradient_accumulation_steps": 2, "train_sampling_strategy": "group_by_length"}
+        data = {"train_dataset": Shifted(sequences(24)), "data_collator": padded}
+        trainer = made(folder, helix, training, callbacks=[DrawsAlone()], **data, **own)
+        DrawsAlone().on_step_end(None, None, None)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        DrawsAlone().on_step_end(None, None, None)
+        result.append([*losses, trainer.evaluate()["eval_loss"]])
+    return result
+
+
 def evaluate_on_data_of_rank(folder: str, helix: Helix) -> None:
     made(folder, helix).evaluate(sequences(4, seed=rank()))
 
@@ -71,6 +126,13 @@ def test_collators_that_draw(helix: dict[str, Any], dp: int, cluster_of: Any, st
     expected, _ = stock(draw, dp=dp)
     assert expected[0] != expected[1]
     for result in cluster_of(2).run(draw, folder=str(tmp_path), helix=helix):
+        np.testing.assert_allclose(result, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("helix", "dp"), LAYOUTS)
+def test_what_rank_0_draws_alone(helix: dict[str, Any], dp: int, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
+    expected, _ = stock(draw_alone, dp=dp)
+    for result in cluster_of(2).run(draw_alone, folder=str(tmp_path), helix=helix):
         np.testing.assert_allclose(result, expected, rtol=0, atol=1e-5)
 
 
