@@ -357,7 +357,7 @@ def load_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
         else:
             wanted[name] = _empty_state(parameter, local[parameter], name, saved, key in counters)
         names_of.setdefault(parameter, {})[key] = name
-    if OTHERS in FileSystemReader(folder).read_metadata().state_dict_metadata:
+    if OTHERS in metadata.state_dict_metadata:
         wanted[OTHERS] = None
     form = format_of(optimizer)
     with _failures_named(f"reading the optimizer's states from {folder}"):
