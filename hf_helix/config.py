@@ -49,10 +49,10 @@ CHOICES = {
     "offload": (OFFLOADS, "to keep everything on the device"),
     "float8": (FLOAT8, "for products in the type of the run"),
 }
-"""Options with few values, and what None is for where None is one of them."""
+"""Options with few values, and the meaning of None if None is one of them."""
 
 OF_A_NODE = "--machine_rank RANK --main_process_ip HOST --main_process_port 29500"
-"""What `accelerate launch` is told on each of several nodes, besides the configuration file that they share."""
+"""The arguments of `accelerate launch` on each of several nodes, besides the configuration file that they share."""
 
 SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
 NEEDED = {
@@ -87,7 +87,7 @@ class HelixConfig:
         cp_size: ranks that share a sequence (context parallelism): rank r holds the parts r and 2 * cp_size - 1 - r of
             2 * cp_size equal ones.
         ep_size: data-parallel ranks that share the experts of a mixture-of-experts model (expert parallelism). With
-            tp_size above 1, the tensor-parallel ranks share the experts, too: each holds one of ep_size * tp_size equal
+            tp_size above 1, the tensor-parallel ranks also share the experts: each holds one of ep_size * tp_size equal
             parts.
         expert_capacity_factor: the most tokens of an expert, relative to an equal share of all tokens; further tokens
             are dropped, and shapes never depend on the router. None to drop nothing, as Transformers does.
@@ -100,12 +100,12 @@ class HelixConfig:
             `sequential`: one micro-batch at a time (Megatron's way);
             to compare with, `dhelix`: the paper's paired segments with barriers (section 4.2; measures before the first
             step), `round_robin`: operators in turn (the paper's Wavelet+), `intra_batch`: one micro-batch at a time,
-            collectives cut into tiles beside their GEMM (MegaScale's way);
+            collectives cut into tiles during their GEMM (MegaScale's way);
             or the path of a plan saved with `trainer.plan.save(path)` or made with `hf-helix plan`.
         tuning_share: the part of a run's time for measuring and searching under `plan="auto"`, from 0 to 1: after 2, 4,
             8, ... steps, the thoroughness is chosen to fit that part of the remaining steps (in a loop around
-            Accelerate, without a known length, as many steps are expected as were taken). 1 measures before the first
-            step, however short the run; 0 never measures, and takes only cached results.
+            Accelerate, without a known length, the number of steps so far is expected again). 1 measures before the
+            first step, however short the run; 0 never measures, and takes only cached results.
         schedule: which micro-batch a pipeline rank takes when:
             `auto`: the fastest schedule on the fold that fits the memory (see `memory_gb`). Until operators are
             measured, the best of a few by the simulated time of equal layers; once `plan="auto"` measures,
@@ -124,7 +124,7 @@ class HelixConfig:
             layers_per_stage=None.
         spread_vocabulary: give every pipeline rank a slice of the embedding and of the head, by rows of the vocabulary,
             instead of all of both to one rank: that rank is otherwise the busiest, with large vocabularies or few
-            layers. For schedule="auto"; `hf-helix doctor` tells what is faster. See docs/layouts.md.
+            layers. For schedule="auto"; `hf-helix doctor` predicts the faster way. See docs/layouts.md.
         shard_optimizer: shard the optimizer's step and its states over the data-parallel ranks (ZeRO-1). Every rank
             keeps all weights, with bf16 in bfloat16 if only products read the weights; gradients are reduced to the
             rank that steps the weights, and new weights are gathered concurrently with the next forward pass. See
@@ -136,7 +136,7 @@ class HelixConfig:
             `window`: once in a window. The full gradients add up until then, in 4 bytes a parameter;
             `microbatch`: in every micro-batch: few full gradients exist at a time, and shards add up. Each
             micro-batch communicates as much as a window would. Accelerate calls this `sync_each_batch`;
-            `auto`: in every micro-batch where full gradients would take more than a quarter of the device's memory (of
+            `auto`: in every micro-batch if full gradients would take more than a quarter of the device's memory (of
             `memory_gb`, if given), and once in a window otherwise. See docs/data_parallelism.md.
         dp_replicate_size: with `shard_parameters` or `shard_optimizer`, how many times the data-parallel ranks hold all
             shards (HSDP): gathers stay among the dp / dp_replicate_size ranks of a copy, which are neighbours, and only
@@ -145,7 +145,7 @@ class HelixConfig:
         offload: what lies in the memory of the host instead of the device's:
             `optimizer`: of the weights that this rank steps, the fp32 masters and the optimizer's states; the host's
             cores step them. The device keeps weights in the type of the products (bf16 with bf16=True) and, within a
-            step, gradients; these are copied down beside the backward pass, new weights up beside the next forward
+            step, gradients; these are copied down during the backward pass, new weights up during the next forward
             pass. For optimizers that treat every element by itself. See docs/memory.md.
             `parameters`: besides, all weights, frozen ones included. A layer's weights are copied up before it runs,
             forward and backward, concurrently with the computation of the two units before, and dropped after it, as
@@ -173,10 +173,10 @@ class HelixConfig:
             meanwhile. Windows that cannot be captured run normally, with the reason in the output; see
             docs/cuda_graphs.md:
             `auto`: on CUDA, and nothing on CPUs; once a capture fails, all windows run operator by operator;
-            `True`: likewise, but a capture that fails ends the run with an error;
+            `True`: the same, but a failed capture ends the run with an error;
             `False`: never.
         fused_kernels: run RMS norms, gated activations and ropes as one kernel each (Triton), on GPUs. The kernels were
-            checked on CPU alone, in Triton's interpreter; see docs/gpu.md.
+            checked only on CPU, in Triton's interpreter; see docs/gpu.md.
         float8: multiply in 8-bit floating point (fp8) in forward, and for the input gradients, in all linears but the
             head and routers; on GPUs of compute capability 8.9 or more. Weight gradients stay in the type of the run,
             as do products of experts, weights in 4 bits, and linears with adapters or with sizes that 16 does not
@@ -366,7 +366,7 @@ class HelixConfig:
 
     @property
     def option_sizes(self) -> dict[str, int]:
-        """The sizes of the mesh by their options, as in plan files: context and expert parallelism only where used."""
+        """The sizes of the mesh by their options, as in plan files: context and expert parallelism only if used."""
         sizes = {"tp_size": self.tp_size, "pp_size": self.pp_size}
         return sizes | {name: size for name in ("cp_size", "ep_size") if (size := getattr(self, name)) > 1}
 
@@ -395,7 +395,7 @@ class HelixConfig:
     @classmethod
     def from_file(cls, path: str | Path) -> HelixConfig:
         """Returns the configuration of a YAML or JSON file with options, at the top or under
-        `parallelism_config: helix:`. Errors as of `from_mapping`, and ValueError for an unreadable file."""
+        `parallelism_config: helix:`. Raises the errors of `from_mapping`, and ValueError for an unreadable file."""
         return cls.from_contents(read_yaml(path), str(path))
 
     @classmethod
@@ -483,7 +483,7 @@ class LinkSpeed:
         return first + (f",{self.latency * 1e3:.12g}ms" if self.latency else "")
 
     def seconds(self, count: float) -> float:
-        """How long so many bytes are on their way."""
+        """The seconds that bytes are on their way."""
         return self.latency + (8 * count / self.rate if self.rate else 0.0)
 
     def __str__(self) -> str:

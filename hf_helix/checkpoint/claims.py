@@ -86,7 +86,7 @@ def take_claim(path: Path) -> Claim:
 
 
 def _lock(file: int) -> bool:
-    """Locks a file; False where the file system has no locks. Raises Held."""
+    """Locks a file; False if the file system has no locks. Raises Held."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike `flock`, not held by forked workers of a dead process
     except OSError as error:

@@ -6,10 +6,10 @@ Out:  the tensors on disk, the file of each (`model.safetensors`, or several fil
 
     8 bytes: length of the header | header: JSON with dtype, shape and offsets of every tensor | tensors in order
 
-Must hold: names, files and order are those of the uncut model's `save_pretrained`; all ranks find the same layout. Only
+Must hold: names, files and order equal the uncut model's `save_pretrained`; all ranks find the same layout. Only
 the header is kept in memory; a part goes to its offsets in the file without a copy (from a GPU: with a copy); no two
 parts write the same byte, so their order does not matter. Earlier files stay usable until the new files are complete,
-if the process is killed, too; the next save deletes the remains of an unfinished save, which carry a mark (`claims`),
+also if the process is killed; the next save deletes the remains of an unfinished save, which carry a mark (`claims`),
 and nothing else. After an error a rank writes nothing more and reports at the end, so the ranks stay in step. Rank 0
 alone publishes.
 """
@@ -164,7 +164,7 @@ class CheckpointLayout:
         return cls(tensors, split.tensor_to_filename, files, about if split.is_sharded else None)
 
     def create(self, folder: Path) -> None:
-        """Makes every file in its full size, and the index. Called on rank 0 alone."""
+        """Makes every file in its full size, and the index. Called only on rank 0."""
         for name, file in self.files.items():
             file.create(folder / name)
         if self.index is not None:
@@ -231,7 +231,7 @@ def staged(folder: Path) -> Iterator[Path]:
 
 
 def _move(aside: Path, folder: Path) -> None:
-    """Moves files into a folder; weights take the place of all files of earlier weights, adapters lie beside them."""
+    """Moves files into a folder; weights take the place of all files of earlier weights, adapters are added to them."""
     written = [path.relative_to(aside) for path in aside.rglob("*") if path.is_file() and path != aside / MARK]
     names = {path.name for path in written}
     earlier = _files_of_weights(folder) if any(map(WEIGHTS.fullmatch, names)) else set()

@@ -117,7 +117,7 @@ _PROJECTIONS = (
     ("apollo_torch.svd_projector", "GaLoreProjector"),
     ("apollo_torch.random_projector", "GradientProjector"),
 )
-"""Classes of plain attributes that optimizers keep among their states. They are known where their library is in use."""
+"""Classes of plain attributes that optimizers keep among their states. They are known if their library is in use."""
 
 
 def read_torch(path: Path, source: io.BytesIO | None = None) -> Any:
@@ -200,7 +200,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _faults(metadata: Any) -> Iterator[str]:
-    """Yields what is wrong with metadata; a pickle may leave out any attribute."""
+    """Yields the faults of metadata; a pickle may leave out any attribute."""
     if not isinstance(metadata, Metadata):
         yield f"it holds a {type(metadata).__name__}"
         return

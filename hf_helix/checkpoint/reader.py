@@ -3,7 +3,7 @@
 In:   a folder with `model.safetensors`, or with several files and their index; a Transformers model on any device.
 Out:  names, shapes and dtypes of the tensors, read from the files' headers; for every parameter its source tensors;
       slices of tensors.
-Must hold: names and conversions are those of `from_pretrained`; only the requested part of a tensor is read, and no
+Must hold: names and conversions equal `from_pretrained`'s; only the requested part of a tensor is read, and no
 file stays mapped into memory.
 """
 
@@ -129,7 +129,7 @@ class Source:
 
     @property
     def is_stack(self) -> bool:
-        """Whether tensors are stacked along dimension 0, as of experts, so that a slice needs only some tensors."""
+        """Whether tensors are stacked along dimension 0, as experts are, so that a slice needs only some tensors."""
         if self.converter is None:
             return False
         first, *others = self.converter.operations
@@ -137,7 +137,7 @@ class Source:
         return isinstance(first, MergeModulelist) and first.dim == 0 and joined
 
     def is_cut_stack(self, placement: Placement) -> bool:
-        """Returns whether each rank can convert its own slice, as of experts stacked in the model and separate on
+        """Returns whether each rank can convert its own slice, such as experts stacked in the model and separate on
         disk."""
         return self.is_stack and placement.dim == 0 and not placement.is_fused
 

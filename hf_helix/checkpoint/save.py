@@ -172,7 +172,7 @@ class _Writer:
         }
 
     def _job(self, source: Source) -> _Job | None:
-        """Returns what this rank writes of a source; None if it holds nothing, or another replica writes."""
+        """Returns this rank's part of a source to write; None if it holds nothing, or another replica writes."""
         tensor = self.tensors[source.target]
         placement = self.placements.get(tensor, COPIED)
         axis = self.mesh.axis_of(placement)

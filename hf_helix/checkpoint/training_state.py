@@ -11,7 +11,7 @@ unchanged until everything has been read, through the allow-lists of `plain_file
 
 Quantized states (bitsandbytes and torchao, in 8 and 4 bits) are codes with a scale for each block of elements. A
 checkpoint has their values in fp32 in the shape of the parameter, which any layout can cut, and the codes, which are
-exact where the same elements form the blocks: a run resumed in the same layout has the same bits. In another layout
+exact if the same elements form the blocks: a run resumed in the same layout has the same bits. In another layout
 blocks begin anew with each slice, and values are quantized again.
 """
 
@@ -79,7 +79,7 @@ class StateFormat(ABC):
 
     @abstractmethod
     def quantize_as_full(self, parts: Mapping[nn.Parameter, tuple[str, int]]) -> None:
-        """Has the optimizer quantize the states of a part if it would quantize those of the full parameter: small
+        """Has the optimizer quantize the states of a part if it would quantize the full parameter's: small
         tensors are kept in fp32. `parts` are this rank's parameters, with the name and the elements of the full one.
 
         Raises:
@@ -499,7 +499,7 @@ def set_generators(states: Generators) -> None:
 
 
 def check_generators(states: Generators) -> None:
-    """Sets generators of its own to the states; any exception says that they are none."""
+    """Sets generators of its own to the states; any exception means that they are none."""
     random.Random().setstate(states["python"])
     np.random.RandomState().set_state(_numpy_state(states))
     torch.Generator().set_state(states["torch"])

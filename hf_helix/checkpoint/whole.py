@@ -2,7 +2,7 @@
 
 In:   the folder of a checkpoint.
 Out:  its manifest; an error whose first line names the damaged file, the fault, and the newest whole checkpoint.
-Must hold: nothing is loaded, and no file runs code. Weights and states are looked at where their files begin; the rest
+Must hold: nothing is loaded, and no file runs code. Only the begin of files of weights and states is read; the rest
 of their bytes is checked by size.
 """
 
@@ -105,7 +105,7 @@ def read_generators(path: Path) -> dict[str, Generators]:
 
 @contextlib.contextmanager
 def with_remedy(folder: Path) -> Iterator[None]:
-    """Adds the remedy to the error of a damaged file of a checkpoint: the newest whole one beside it."""
+    """Adds the remedy to the error of a damaged file of a checkpoint: the newest whole one next to it."""
     try:
         yield
     except DamagedFile as error:

@@ -1,10 +1,10 @@
-"""The findings of the doctor on disk: a run says at its start when another layout is clearly faster.
+"""The findings of the doctor on disk: a run names, at its start, a layout that is clearly faster.
 
 In:   a ranking of layouts for a model on a cluster; later, a model and the machine and options of a run.
 Out:  a file in the cache; one line of output.
-Must hold: a run gives advice only for the question of the doctor: the same model, as many devices of the same kind on
-as many nodes, the same type of matrix products, sequences and steps about as long. An unreadable file counts as none; a
-run never simulates.
+Must hold: a run gives advice only for the question of the doctor: the same model, the same number of devices of one
+kind and of nodes, the same type of matrix products, sequences and steps of similar length. An unreadable file counts as
+none; a run never simulates.
 """
 
 import json
@@ -29,7 +29,7 @@ CLEARLY = 1.1
 """How many times as fast another layout must be predicted to be."""
 
 NEAR = 1.25
-"""How many times as long a sequence, or a step, may be as the doctor was told, or the other way round."""
+"""The largest ratio between the lengths of sequences, or of steps, of the run and of the doctor's question."""
 
 FORMAT = "hf_helix.layouts/1"
 
@@ -114,7 +114,7 @@ def known_layouts(base: Any, machine: Machine) -> Any:
 
 
 def better_layout(data: Any, sizes: Mapping[str, int], length: int, tokens: int) -> str | None:
-    """Returns the sentence about a layout; None where nothing better is known."""
+    """Returns the sentence about a layout; None if nothing better is known."""
     mine = Sizes.of(sizes)
     try:
         if not _near(length, data["length"]) or not _near(tokens, data["tokens"]):
@@ -138,5 +138,5 @@ def _near(one: float, other: float) -> bool:
 
 
 def _file(model: Any, devices: int) -> Path:
-    """The file of a model, whatever type its weights were loaded in: the doctor sees a configuration alone."""
+    """The file of a model, whatever type its weights were loaded in: the doctor sees only a configuration."""
     return cache_root() / "layouts" / f"{model_digest(model, with_types=False)}-{devices}.json"

@@ -8,7 +8,7 @@ pass runs overlapped with the next call's forward pass, or in `finish`, which co
 leave nothing behind. Code above the decoder is the caller's and runs unchanged on every rank.
 
     call 1     F1         the caller computes a loss; .backward() stores the gradient of the output
-    call 2     F2 | B1    the backward pass of call 1 runs beside the forward pass of call 2
+    call 2     F2 | B1    the backward pass of call 1 overlaps with the forward pass of call 2
     finish     B2         with the gradient reductions
 
 `hf_helix.planning.window.call_programs` makes the three programs, `hf_helix.runtime.deferred_backward` runs them.
@@ -69,7 +69,7 @@ class Decoding:
     """The calls of the decoder outside of steps, see `hf_helix.engine.calls`.
 
     Attributes:
-        run: runs a function with its arguments, by turns where ranks have different ones.
+        run: runs a function with its arguments, by turns if ranks have different ones.
         is_together: whether every rank calls the decoder alike.
     """
 
@@ -85,7 +85,7 @@ class CalledDecoder:
         maker: makes micro-batches.
         check: called with the batch of every call of the model, before it runs. Collective.
         open_window: returns the context of a window, from its micro-batches, which grow until the window ends.
-        calls: the calls outside of steps; None where every rank calls the decoder alike.
+        calls: the calls outside of steps; None if every rank calls the decoder alike.
 
     Attributes:
         step: the number of the optimizer step, a seed of randomness.
@@ -182,7 +182,7 @@ class CalledDecoder:
 
     def outputs(self, batch: Mapping[str, Any], asked: tuple[Key, ...] = ()) -> list[Tensor]:
         """Returns the decoder's output for a batch [batch, sequence, hidden], and values that a call asks for; in a
-        training step under autograd where gradients are on. Collective.
+        training step under autograd if gradients are on. Collective.
 
         Args:
             batch: tensors with a row for each sequence.

@@ -1,13 +1,13 @@
 """Calls of a cut model by a script: every rank gets the answers to its own arguments, as from a full model.
 
 In:   calls of the model, of its `generate` and of its decoder, by any of the ranks, with any arguments.
-Out:  what the full model returns, on the rank that calls.
+Out:  the results of the full model, on the rank that calls.
 Must hold: a call with the same arguments on every rank runs once. Otherwise the ranks take turns: those that share a
 batch run each other's calls, and ranks without a call take part until every rank has reached the same action.
 
     rank 0            rank 1
-    generate(a)       generate(b)       both run a, then b; rank 0 keeps a's tokens, rank 1 those of b
-    generate(c)       gather_object     both run c; rank 1 takes part where it waits for rank 0
+    generate(a)       generate(b)       both run a, then b; rank 0 keeps a's tokens, rank 1 keeps b's
+    generate(c)       gather_object     both run c; rank 1 takes part while it waits for rank 0
     gather_object
 
 A rank waits in `agree_on_action`, before whatever ranks do together, and before the script's own collectives.
@@ -92,7 +92,7 @@ class Calls:
     def run(
         self, name: str, stock: Callable[..., Any], args: Any, kwargs: Any, alike: Callable[..., Any] | None = None
     ) -> Any:
-        """Returns what a function of the model returns on this rank. Collective.
+        """Returns the result of a function of the model on this rank. Collective.
 
         Args:
             name: of the function, on every rank the same.
@@ -159,7 +159,7 @@ class Calls:
                 write_random(request.random, device)
                 try:
                     result = call()
-                except Exception as raised:  # also where others run the call, which go on
+                except Exception as raised:  # also if others run the call, which go on
                     error = raised
         if error is not None:
             raise error
@@ -231,7 +231,7 @@ _num_together = 0
 @contextlib.contextmanager
 def together() -> Iterator[None]:
     """Returns the context in which every rank that shares a batch calls the model alike: in a step, in an evaluation,
-    and inside of a call. The decoder compares what it is given."""
+    and inside of a call. The decoder compares its arguments."""
     global _num_together
     _num_together += 1
     try:
@@ -290,7 +290,7 @@ _OF_LIBRARY = "hf_helix.", "transformers.trainer"
 
 
 def _meet_in_script() -> None:
-    """Makes functions of `torch.distributed` wait for the calls of other ranks, where a script calls them, perhaps by
+    """Makes functions of `torch.distributed` wait for the calls of other ranks, if a script calls them, perhaps by
     way of Accelerate."""
     for name in _COLLECTIVES:
         stock = getattr(dist, name, None)

@@ -35,7 +35,7 @@ def check_model(model: Any, loss_tweaks: LossTweaks, weights: str | Path | None 
     """Refuses models that are cut already, of other types than fp32 and bf16, or at odds with loss or weights.
 
     Raises:
-        ValueError: says what the model is and how to load it.
+        ValueError: with the kind of the model and the way to load it.
     """
     if getattr(model, "_is_cut_by_helix", False):
         raise ValueError(
@@ -181,7 +181,7 @@ def check_placements(model: Any, placed: Collection[torch.nn.Parameter]) -> None
 
 def check_trained(model: Any, rank_units: RankUnits, was_trained: bool) -> None:
     """Refuses to train nothing, or weights that were frozen at the cut: their gradients are not in the plan.
-    `was_trained` says whether any weight was trained at the cut, on any rank.
+    `was_trained`: whether any weight was trained at the cut, on any rank.
 
     Raises:
         ValueError: names the first weight, and the remedy.

@@ -125,7 +125,7 @@ class Diagnostics:
             raise ValueError(f"{asked}() needs a window to repeat; call it after train() or train_window()")
         if self.graphs is not None:
             self.graphs.keep_gradients()
-            self.graphs.release()  # their memory is that of another window
+            self.graphs.release()  # their memory belongs to another window
         with modes_kept(self.model.modules()):
             self.model.train()
             with watched(), plain_parameters(), measured(self.runner):
@@ -171,10 +171,10 @@ def router_entries(rank_units: RankUnits, mesh: Mesh, capped: bool) -> dict[str,
         capped: whether experts drop tokens beyond their capacity.
 
     Returns:
-        Nothing where the model has no routers; else
+        Nothing if the model has no routers; otherwise
         `helix/router_z`: mean of the squared log-sum-exp of a token's logits (the z-loss of ST-MoE without its factor),
-        where the logits of every layer are known;
-        `helix/expert_imbalance`: the load of the busiest expert in parts of the mean load, 1 where all are equal;
+        if the logits of every layer are known;
+        `helix/expert_imbalance`: the load of the busiest expert in parts of the mean load, 1 if all are equal;
         `helix/dropped_tokens`: the share of dropped choices.
     """
     meters = [(index, meter) for index, unit in sorted(rank_units.all_units.items()) for meter in unit.meters]

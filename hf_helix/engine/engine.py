@@ -109,7 +109,7 @@ class Engine(Diagnostics):
         config: the options of the run.
         mesh: the mesh of ranks.
         options: the other options of the run.
-        instead: the suggestions of errors where a user calls the cut model, or asks for its weights.
+        instead: the suggestions of errors if a user calls the cut model, or asks for its weights.
 
     Attributes:
         model: the model as given.
@@ -119,8 +119,8 @@ class Engine(Diagnostics):
         tuner: chooses the plan.
         limits: the bounds of the ids, labels and positions of batches.
         last_window: the micro-batches of the last trained window.
-        graphs: CUDA graphs of windows; None where windows run operator by operator.
-        share_of_elements: what Transformers counts as parameters now, in what it counted before: a weight in 4 bits
+        graphs: CUDA graphs of windows; None if windows run operator by operator.
+        share_of_elements: Transformers' count of parameters now, as a part of its count before: a weight in 4 bits
             counts by its bytes.
 
     Raises:
@@ -158,7 +158,7 @@ class Engine(Diagnostics):
             say(describe_float8(self.runner.rank_units.all_units.values(), config.float8_recipe, mesh.device))
 
     def _open(self, options: RunOptions) -> float:
-        """Checks the whole model, opens weights in 4 bits, and proves what is derived; returns `share_of_elements`.
+        """Checks the whole model, opens weights in 4 bits, and proves a derived family; returns `share_of_elements`.
         Collective."""
         check_model(self.model, options.loss_tweaks, options.weights)
         check_sizes(self.model, self.config)
@@ -174,7 +174,7 @@ class Engine(Diagnostics):
         return share
 
     def _declare(self, options: RunOptions) -> tuple[Declared, Tuner]:
-        """Returns the cut of the open model, and the tuner for plans of its operators. On this rank alone."""
+        """Returns the cut of the open model, and the tuner for plans of its operators. On this rank only."""
         model, base, config, dtype = self.model, self.base, self.config, options.autocast_dtype
         modes = modes_of(self.family.layers(base), options.checkpointing, config)
         about = fingerprint(base, self.mesh, config, dtype, modes)
@@ -183,7 +183,7 @@ class Engine(Diagnostics):
         return declare(model, config, self.mesh, modes, options.loss_tweaks, **types), tuner
 
     def _cut(self, declared: Declared, options: RunOptions) -> tuple[Runner, DividedParameters]:
-        """Cuts the model as declared; returns its runner, and what users see of its parameters. Collective."""
+        """Cuts the model as declared; returns the runner and the user's view of the parameters. Collective."""
         self._full = full = {
             name: (parameter.shape, parameter.requires_grad) for name, parameter in self.model.named_parameters()
         }
@@ -249,7 +249,7 @@ class Engine(Diagnostics):
         return called_decoder
 
     def _refuse_direct_use(self, instead: Instead) -> None:
-        """Lets the model raise where a call would now work on this rank's part alone."""
+        """Makes direct calls of the cut model raise: they would see only this rank's slices."""
         if not self._calls.are_shared:
             return
         for place, model in enumerate(dict.fromkeys((self.model, self.base))):
@@ -267,7 +267,7 @@ class Engine(Diagnostics):
             refuse_saving(self.model, instead)
 
     def _call_own(self, name: str, stock: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs a call of a model with a loss of one's own: where ranks call alike, by its cut decoder."""
+        """Runs a call of a model with a loss of one's own: by its cut decoder if ranks call alike."""
         return stock(*args, **kwargs) if is_together() else self._calls.run(name, stock, args, kwargs, alike=stock)
 
     def _check_unchanged(self) -> None:
@@ -288,7 +288,7 @@ class Engine(Diagnostics):
 
     @plain_parameters()
     def move_to(self, device: torch.device) -> None:
-        """Moves this rank's parameters, packed ones in 4 bits too, which `model.to` leaves where they were loaded."""
+        """Moves this rank's parameters, also packed ones in 4 bits, which `model.to` does not move."""
         torch.nn.Module.to(self.model, device)
         self.reshard_parameters()
 
@@ -313,7 +313,8 @@ class Engine(Diagnostics):
     @watched()
     @plain_parameters()
     def tune_calls(self, steps_left: int | None = None) -> TuningResult | None:
-        """Does what `tune` does where a caller computes the loss, with the calls of the last window. Collective."""
+        """Like `tune`, for runs whose loss is computed by the caller; measures with the last window's calls.
+        Collective."""
         if not self.last_window:
             return None
         result = self._tune(lambda: self.last_window, len(self.last_window), steps_left)
@@ -334,7 +335,7 @@ class Engine(Diagnostics):
     def settle_link(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> None:
         """Says once the rate of an emulated link; with `link="even"` measures the rate first. Collective.
 
-        `tune` does so, too; call this method before a window without `tune`.
+        `tune` also does so; call this method before a window without `tune`.
 
         Args:
             batches, scale, step: see `tune`.
@@ -402,8 +403,8 @@ class Engine(Diagnostics):
         return self._make_window([{**batch, LOSS_ALONE: True} for batch in batches], scale, step)
 
     def _check_images(self, batches: Sequence[Mapping[str, Any]]) -> None:
-        """Refuses a step in which some replicas alone have gradients of a tower, or whose features reach beyond the
-        first stage; says once that the split of layers over stages counts no tower. Collective."""
+        """Refuses a step in which only some replicas have gradients of a tower, or whose features reach beyond the
+        first stage; prints once that the split of layers over stages counts no tower. Collective."""
         config, towers = self.config, self.family.towers
         if config.pp_size > 1 and any(map(self.family.reads_images, batches)):
             first, needed = self._first_layers, self.family.first_least
@@ -599,7 +600,7 @@ class Engine(Diagnostics):
             batch: see `train_window`.
             scale: the factors of the loss.
             step: see `train_window`.
-            keep_logits: whether logits are returned, too.
+            keep_logits: whether logits are also returned.
 
         Returns:
             The loss, and if asked for the logits [batch, sequence, vocabulary], on every rank.

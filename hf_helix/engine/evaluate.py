@@ -35,7 +35,7 @@ def evaluate_batch(
         base: the Transformers model.
         batch: tensors with a row for each sequence.
         make_window: makes micro-batches of batches.
-        keep_logits: whether logits are returned, too.
+        keep_logits: whether logits are also returned.
         graphs: CUDA graphs of windows, if any.
 
     Returns:

@@ -75,7 +75,7 @@ def _other_types(model: Any) -> Iterator[tuple[str, torch.dtype]]:
 
 
 def _copy_types(base: nn.Module, small: nn.Module) -> None:
-    """Gives the parameters and buffers of a small model the types of those of the same names, or else of the same names
+    """Gives the parameters and buffers of a small model the types of parameters of the same names, or of the same names
     in other layers."""
     types = {_plain(name): tensor.dtype for name, tensor in reversed([*_tensors(base)])}
     anywhere = {_without_numbers(name): dtype for name, dtype in types.items()}
@@ -102,7 +102,7 @@ def _without_numbers(name: str) -> str:
 
 @torch.no_grad()
 def _types_of_layers(model: Any, precision: Precision) -> list[torch.dtype]:
-    """Returns the types of what the layers of a model hand on, in a forward pass."""
+    """Returns the types of the values between the layers of a model, in a forward pass."""
     types: list[torch.dtype] = []
 
     def note(module: nn.Module, args: Any, result: Any) -> None:

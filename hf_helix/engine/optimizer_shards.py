@@ -3,7 +3,7 @@
 In:   an optimizer that has not stepped, made before or after the model was cut; a cut model.
 Out:  the same optimizer over this rank's parameters and shards; the same model with full weights on every rank.
 Must hold: param groups, their options and their order stay, and so do initial states of optimizers (Adagrad), cut and
-sharded as their parameters are; quantized are the states of a part if those of the full parameter are. Hooks of a step
+sharded as their parameters are; the states of a part are quantized if the full parameter's are. Hooks of a step
 see full parameters, the step itself this rank's elements. After the context of full weights every sharded value is as
 before.
 """
@@ -88,7 +88,7 @@ def keep_quantization(
 def step_shards(optimizer: Any, rank_units: RankUnits, streams: Streams) -> None:
     """Replaces sharded parameters by this rank's shards in the param groups of an optimizer, also in later groups.
 
-    Where shards lie on the host, a step goes by flat parameters, and copies to the device on `streams` run beside it.
+    If shards lie on the host, a step goes by flat parameters, and copies to the device on `streams` overlap with it.
     """
     shards = rank_units.shards
     if hasattr(optimizer, "check_overrides"):  # bitsandbytes finds options by the parameters of modules
@@ -124,7 +124,7 @@ def step_shards(optimizer: Any, rank_units: RankUnits, streams: Streams) -> None
 
 class PlainStep:
     """The part of an optimizer's step between its hooks, in which parameters are ordinary parameters with this rank's
-    elements. Hooks that a script has registered run outside, where they see full parameters.
+    elements. Hooks that a script has registered run outside, and see full parameters.
 
     Torch has no context around that part: it begins with the last hook before it, and ends with the first hook after
     it, or with the step, if an error ends the step.
@@ -216,7 +216,7 @@ _PLAIN_STEP = "_plain_step_of_helix"
 
 @contextlib.contextmanager
 def host_threads(rank_units: RankUnits) -> Iterator[None]:
-    """Returns the context in which torch's work on the host, where shards lie there, takes this rank's share of the
+    """Returns the context in which torch's work on the host, if shards lie there, takes this rank's share of the
     cores: torchrun gives a process one thread. Also decorates functions."""
     before = torch.get_num_threads()
     if rank_units.host_shards:
@@ -230,7 +230,7 @@ def host_threads(rank_units: RankUnits) -> Iterator[None]:
 
 class HostStep:
     """A step of an optimizer over shards on the host, shard by shard: the shard of a flat parameter waits for its own
-    gradients, and its new weights are on their way to the device while the host steps the next; where copies are slower
+    gradients, and its new weights are on their way to the device while the host steps the next; if copies are slower
     than steps, the next window copies the rest, in the order of use. The step itself takes parameters on the device,
     and its hooks run once; the shards follow.
 
@@ -275,7 +275,7 @@ class HostStep:
             arrived(shard.grad for shard in on_host)
 
     def _take(self, chosen: Callable[[Any], bool]) -> None:
-        """Leaves chosen parameters alone in the param groups."""
+        """Leaves only chosen parameters in the param groups."""
         for group, parameters in self._groups:
             group["params"] = [each for each in parameters if chosen(each)]
 
@@ -297,7 +297,7 @@ class HostStep:
 
 
 def _fuse(optimizer: Any) -> None:
-    """Has an optimizer step in a single pass over the host's memory, where it can and the user has not said otherwise:
+    """Has an optimizer step in a single pass over the host's memory, if it can and the user has not chosen otherwise:
     on a CPU, torch's default is a loop over tensors with a pass for each operation."""
     for group in optimizer.param_groups:
         if group.get("fused", False) is None and not group.get("foreach") and not group.get("differentiable"):

@@ -77,7 +77,7 @@ class Unwrapped:
 
     @property
     def four_bit(self) -> FourBit | None:
-        """The weight, where it is in 4 bits."""
+        """The weight, if it is in 4 bits."""
         return four_bit_of(self.copies[0])
 
     @property
@@ -97,7 +97,7 @@ class Unwrapped:
         return [self._adapter(name) for name in self.lora.active_adapters if name in self.lora.scaling]
 
     def all_adapters(self) -> list[LowRank]:
-        """Returns all adapters: inactive adapters are cut and saved, too."""
+        """Returns all adapters: inactive adapters are also cut and saved."""
         return [] if self.lora is None else [self._adapter(name) for name in self.lora.scaling]
 
     def _adapter(self, name: str) -> LowRank:

@@ -8,7 +8,7 @@ optimizers and checkpoints read plain tensors at no cost. Element-wise functions
 and sums communicate a number; all other functions gather the full tensor, and every rank must call them together, which
 is checked.
 
-Both sides, and where one becomes the other:
+The two views, and the switches between them:
 
     full      a script: its model, its callbacks, its own loss, its optimizer before the engine's `step_shards`
     entered   by the engine, in its methods that read or write parameters; by its hooks around an optimizer's step; by
@@ -89,7 +89,7 @@ _TRAINED: Any = torch.Tensor.requires_grad
 class DividedParameter(DividedTensor, nn.Parameter):
     """A parameter of a cut model, outside of `plain_parameters`.
 
-    Where ZeRO shards it, this rank's elements are in `_shard`. `_trained`, and where another pipeline rank holds it
+    If ZeRO shards it, this rank's elements are in `_shard`. `_trained`, and if another pipeline rank holds it
     `_has_gradient`, describe the full parameter.
     """
 
@@ -106,12 +106,12 @@ class DividedParameter(DividedTensor, nn.Parameter):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the parameter is trained, also where another pipeline rank holds it."""
+        """Whether the parameter is trained, also if another pipeline rank holds it."""
         return self._trained
 
     @requires_grad.setter
     def requires_grad(self, new: bool) -> None:
-        """Whether the parameter is trained, also where another pipeline rank holds it."""
+        """Whether the parameter is trained, also if another pipeline rank holds it."""
         self._trained = bool(new)
         if self._division.is_here:
             with torch._C.DisableTorchFunctionSubclass():
@@ -194,7 +194,7 @@ class DividedParameters:
             parameter.__class__ = DividedParameter if full and parameter._division is not None else nn.Parameter
 
     def share_losses(self) -> None:
-        """Lets losses read parameters that ranks hold in full, and whose gradients are summed over ranks."""
+        """Allows losses to read parameters that ranks hold in full, and whose gradients are summed over ranks."""
         for parameter, count in self._summed.items():
             if parameter.requires_grad:
                 parameter.register_hook(functools.partial(_share_of_loss, count=count))
@@ -237,7 +237,7 @@ def _show(full: bool) -> None:
 
 
 def full_of(value: Tensor) -> Tensor:
-    """Returns the full tensor of a divided tensor, or the given ordinary tensor. Collective where divided."""
+    """Returns the full tensor of a divided tensor, or the given ordinary tensor. Collective if divided."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         return _full(value)
 
@@ -314,7 +314,7 @@ def _call_code(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_
 
 
 def _gives_gradients(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function gives gradients to divided parameters, which a trial on the meta device tells."""
+    """Whether a function gives gradients to divided parameters, by a trial on the meta device."""
     name = getattr(func, "__name__", "")
     if not any(map(_is_trained, _tensors((args, kwargs)))):
         return False
@@ -591,7 +591,7 @@ def _totals(values: Sequence[DividedTensor], numbers: Iterable[Tensor]) -> list[
 
 
 def _order(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
-    """The p of a norm over all elements; None where the arguments ask for another norm."""
+    """The p of a norm over all elements; None if the arguments ask for another norm."""
     kwargs = {key: value for key, value in kwargs.items() if value is not None and value is not False}
     order = next(iter(kwargs.values()), 2) if len(args) == 1 else args[1]
     is_plain = len(args) + len(kwargs) <= 2 and kwargs.keys() <= {"p", "ord"}
@@ -671,7 +671,7 @@ def _divided(held: Tensor, division: Division) -> DividedTensor:
 
 
 def _full(value: Tensor) -> Tensor:
-    """The full tensor, gathered where divided."""
+    """The full tensor, gathered if divided."""
     if not isinstance(value, DividedTensor):
         return value
     return _along(value._division.gather(_held(value)), value._path)
@@ -691,7 +691,7 @@ def _along(full: Tensor, path: Iterable[Callable[[Any], Any]]) -> Tensor:
 
 
 def _view(value: DividedTensor, step: Callable[[Any], Any]) -> Any:
-    """The view, or the views, that a function returns; None where it returns none."""
+    """The view, or the views, that a function returns; None if it returns none."""
     try:
         outline = step(_outline(value))
     except (RuntimeError, NotImplementedError, TypeError):

@@ -5,7 +5,7 @@ Out:  this rank's elements of a full tensor, and full tensors; the results of li
       parameter, equal on every rank of a batch. Under autograd, of parameters above the decoder, the logits of a head
       stay divided over the vocabulary.
 Must hold: every rank of a batch runs the caller's code on equal values, also the pipeline ranks without the parameter.
-A gradient on a rank is that of the full loss; where the gradients of several ranks are summed, this rank's share of it.
+A gradient on a rank is the full loss's; if the gradients of several ranks are summed, this rank's share of it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Division:
         shape: of the full parameter.
         is_above: whether the parameter is above the decoder.
         name: of the parameter.
-        local: the position of this rank's elements; None where another pipeline rank holds the parameter.
-        flat: the flat parameter; None where the parameter is in none.
+        local: the position of this rank's elements; None if another pipeline rank holds the parameter.
+        flat: the flat parameter; None if the parameter is in none.
     """
 
     mesh: Mesh
@@ -125,7 +125,7 @@ class Division:
         Args:
             value: [..., features], equal on every rank of a batch.
             weight: above the decoder; empty on other pipeline ranks.
-            bias: likewise; None without.
+            bias: the linear's bias, or None.
         """
         if not self.is_here:
             part = self.placement.shape(self.shape, self.mesh.tp.size, self.mesh.tp.rank) if self.is_cut else self.shape
@@ -184,7 +184,7 @@ class Division:
         return changed_gradient(held, lambda gradient: gradient / self.num_summed)
 
     def received(self, value: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns what the owner computes from a value and shares, under autograd; called on other ranks.
+        """Returns the owner's result for a value, under autograd; called on other ranks.
 
         Args:
             value: equal on every rank of a batch.
@@ -224,7 +224,7 @@ def _type_of_products(value: Tensor) -> torch.dtype:
 
 
 class _Received(torch.autograd.Function):
-    """The result of another pipeline rank. The gradient of what it was computed from is zero: the owner's counts."""
+    """The result of another pipeline rank. The gradient of its operand is zero: the owner's counts."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, division: Division, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

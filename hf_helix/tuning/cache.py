@@ -113,7 +113,7 @@ def _write_files(folder: Path, result: TuningResult, plan_text: str) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Writes a file that is complete or not there, also where several processes write it."""
+    """Writes a file that is complete or not there, also if several processes write it."""
     # A name that nobody can guess, and `x`: a link of that name would be an error, and no file of another is opened.
     scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
@@ -142,7 +142,7 @@ def fingerprint(
 
     Args:
         model: a Transformers model, before it is cut.
-        config: says the formats and kernels of matrix products.
+        config: has the formats and kernels of matrix products.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
         recompute: the recompute mode of every layer, see `hf_helix.engine.recompute`.
     """

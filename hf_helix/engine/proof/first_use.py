@@ -180,7 +180,7 @@ def _has_weights_of(module: nn.Module, other: nn.Module) -> bool:
 
 
 def _attributes(module: nn.Module, made: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields the functions of an instance, and its options that its class sets, too."""
+    """Yields the functions of an instance, and its options that its class also sets."""
     is_other = type(module) is not type(made)
     for name, value in vars(module).items():
         is_option = (is_other or name in vars(made)) and not name.startswith("_") and _is_plain(value)

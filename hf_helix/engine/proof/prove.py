@@ -76,7 +76,7 @@ class Subject:
     """The description of a model, built anew in every process.
 
     Attributes:
-        config: its configuration; None for a class alone, or a given model.
+        config: its configuration; None for only a class, or a given model.
         kind: its class; None for the causal LM of the configuration.
         model: the model itself, of any size.
         as_is: whether the configuration keeps its sizes; otherwise it is made small.
@@ -163,7 +163,7 @@ def default_layouts(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _widened(config: PretrainedConfig, layout: HelixConfig, given: PretrainedConfig | None = None) -> PretrainedConfig:
-    """A small configuration with heads and experts that all ranks divide; those of small configurations divide by two.
+    """A small configuration with heads and experts that all ranks divide; in small configurations, two divides them.
     Where a given configuration has fewer key-value heads than ranks, which then share them, they stay as few."""
     options = config.get_text_config()
     factor = layout.tp_size // math.gcd(layout.tp_size, 2)  # times two heads: a multiple of the ranks
@@ -224,7 +224,7 @@ class _Copy:
     """A copy of a model that is cut and, on the ranks that compare, a copy that stays unsplit; see `prove`."""
 
     def __init__(self, model: Any, config: HelixConfig, mesh: Mesh) -> None:
-        # The layers are not those of the run; a capacity changes results, and a link only takes time.
+        # The run has other layers; a capacity changes results, and a link only takes time.
         config = replace(config, plan=PLANS[0], layers_per_stage=None)
         self.config = replace(config, expert_capacity_factor=None, link=None, float8=None)
         self.float8 = config.float8_recipe
@@ -281,7 +281,7 @@ class _Copy:
                 raise ValueError(f"the unsplit model does not train on token ids alone ({kind}): {problem}") from error
 
     def declare(self) -> Declared:
-        """The cut of the copy, on this rank alone."""
+        """The cut of the copy, on this rank."""
         modes = modes_of(family_of(self.model).layers(self.model), None, self.config)
         return declare(
             self.model, self.config, self.mesh, modes, LossTweaks(ends_at_decoder=ends_at_decoder(self.model))

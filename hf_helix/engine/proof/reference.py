@@ -40,7 +40,7 @@ ITEMS = 64
 """The divisor of losses in every window, so that losses and gradients of batches add up."""
 
 MOVES = 4
-"""The number of random moves of the weights: what a gradient does near a bend shows in some moves only."""
+"""The number of random moves of the weights: a gradient's change near a bend shows in some moves only."""
 
 GAIN = 2.0
 USUAL_GAIN = 0.25
@@ -150,7 +150,7 @@ class Outcome:
     Attributes:
         losses: the loss of every batch.
         gradients: the gradients of the sum of the losses, by parameter name, in fp64 on the host.
-        logits: the logits of the first batch [batch, sequence, vocabulary], likewise.
+        logits: the logits of the first batch [batch, sequence, vocabulary].
     """
 
     losses: tuple[float, ...]

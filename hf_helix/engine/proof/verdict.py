@@ -4,7 +4,7 @@ In:   losses, gradients by name and logits of both models; of the unsplit model 
 Out:  the worst differences of a window, and the names of wrong values; a `Proof` of all windows.
 Must hold: a loss may differ by 1e-5 of itself, a gradient by 1e-4 of its norm, logits by 1e-4 of the largest; a
 difference from fp64 of at most twice the unsplit model's own fp32 error is rounding, within ten times these bars. Where
-fp64 is no reference, since kernels compute in fp32 inside, the unsplit model's own error is what it changes when every
+fp64 is no reference, since kernels compute in fp32 inside, the unsplit model's own error is its change when every
 weight moves by one step of fp32.
 """
 
@@ -59,7 +59,7 @@ class Difference:
 
     @property
     def bars(self) -> float:
-        """The error in bars; infinite where the error is not a number."""
+        """The error in bars; infinite if the error is not a number."""
         return self.error / self.bar if self.error == self.error else float("inf")
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ class Proof:
     Attributes:
         model: the class of the model.
         layout: the sizes of the mesh, such as "tp_size=2".
-        cases: the compared windows; none where the model was refused.
+        cases: the compared windows; none if the model was refused.
         refusal: the reason why the model cannot be cut; empty without a refusal.
         failure: the error of a rank; empty without an error.
         trace: the traceback of the error.
@@ -188,9 +188,9 @@ def compare(
         outcome: of the cut model.
         wanted: of the unsplit model.
         exact: returns the outcome of the unsplit model in fp64, or none if the model cannot run in fp64; called only
-            where a value differs.
+            if a value differs.
         moved: returns outcomes of the unsplit model with weights moved by one step of fp32, or none if fp64 is a
-            reference; called only where a value still differs.
+            reference; called only if a value still differs.
     """
     differences = _differences(outcome, wanted)
     for others in (exact, moved):
@@ -227,8 +227,8 @@ def _distance(gradients: Mapping[str, Tensor], name: str, wanted: Tensor) -> flo
 
 
 def _excused(given: Difference, ours: Difference, theirs: Difference) -> Difference:
-    """The difference `given` of the cut from the unsplit model, with a wider bar where fp64 shows equal rounding:
-    `ours` is the difference of the cut model from fp64, `theirs` that of the unsplit model; or from the unsplit model,
+    """The difference `given` of the cut from the unsplit model, with a wider bar if fp64 shows equal rounding:
+    `ours` is the difference of the cut model from fp64, `theirs` the unsplit model's; or from the unsplit model,
     and from the unsplit model with moved weights."""
     if not given.is_wrong or not ours.error <= given.bar + 2 * theirs.error:
         return given

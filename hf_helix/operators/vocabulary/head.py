@@ -2,11 +2,11 @@
 
 In:   hidden states, equal on all ranks of the cut, and this rank's rows of the head.
 Out:  statistics of the logits, joined over the tiles of this rank; the gradients of hidden states and head.
-Must hold: the results are those of whole logits, in the same types, but for the order of sums in fp32.
+Must hold: the results equal whole logits', in the same types, but for the order of sums in fp32.
 
 The loss of a micro-batch with more logits on a rank than a limit (`HeadInTiles.is_used`) is computed in tiles: the
 linear of the head, and an element-wise function of its outputs, hand their input on to `TokenStatistics` (`Deferred`),
-which multiplies. Backward multiplies once more, a third more work in the head: with what a rank knows in forward, it
+which multiplies. Backward multiplies once more, a third more work in the head: with its knowledge in forward, a rank
 cannot make the gradient of the weights, which depends on the exponentials of other ranks. Forward alone, as in
 evaluation, has whole logits, which predictions read.
 """
@@ -28,11 +28,11 @@ from hf_helix.operators.vocabulary.statistics import Tile, type_of_sums
 from hf_helix.planning.graph.operator import Part
 
 WHOLE, AT_MOST = 2**27, 8
-"""The most logits of a micro-batch that a rank keeps whole where layers are recomputed: 256 MiB in bf16; and times as
-many where none is, and memory is worth less than time."""
+"""The most logits of a micro-batch that a rank keeps whole if layers are recomputed: 256 MiB in bf16; and a multiple of
+them if none is, and memory is worth less than time."""
 
 TOKENS, ROWS = 4096, 4096
-"""The size of a tile, in tokens and in rows of the head, where a loss is computed in tiles."""
+"""The size of a tile, in tokens and in rows of the head, if a loss is computed in tiles."""
 
 
 @contextmanager
@@ -169,7 +169,7 @@ class HeadInTiles:
 
 
 class Deferred(TensorOperator):
-    """An operator between hidden states and `TokenStatistics`, which runs it where the loss is computed in tiles. The
+    """An operator between hidden states and `TokenStatistics`, which runs it if the loss is computed in tiles. The
     operator then hands its input on, and in backward the gradient of that input."""
 
     def __init__(self, operator: TensorOperator, head: HeadInTiles) -> None:

@@ -81,7 +81,7 @@ class HeadOptions:
 
 
 class LogProbs(NamedTuple):
-    """Per token; None where not wanted. Log-probabilities and entropies have a gradient."""
+    """Per token; None if not wanted. Log-probabilities and entropies have a gradient."""
 
     log_probs: Tensor
     entropy: Tensor | None

@@ -4,7 +4,7 @@ In:   the logits of this rank's slice of the vocabulary, and the axis of the ran
 Out:  a tensor with the shape of the whole logits, on which Transformers', TRL's and a user's own code computes losses.
 Must hold: every rank runs the same code on equal values, so sums over the vocabulary are equal on all ranks and their
 gradient is not summed again. Functions that work on slices communicate a few numbers per token, or nothing; all others
-gather whole logits, which is said once.
+gather whole logits, with one line of output.
 
 `__torch_function__` lets a subclass decide how a function runs. Torch itself tells which functions are element-wise (by
 the tags of its operators) and which leave the vocabulary whole (by a trial on the meta device).
@@ -248,7 +248,7 @@ def _run_property(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _operand(value: Any, division: VocabDivision) -> Any:
-    """Returns what a rank's slice of the result needs of an operand along this vocabulary, or broadcast along it."""
+    """Returns the part of an operand, along this vocabulary or broadcast along it, for this rank's slice."""
     is_recorded = value.requires_grad and torch.is_grad_enabled()
     if isinstance(value, VocabLogits):
         if value.division != division:
@@ -274,7 +274,7 @@ def _run_elementwise(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def _result(value: Tensor, given: list[VocabLogits]) -> Tensor:
-    """Returns whole logits of a result; the given logits where the function returned their slice."""
+    """Returns whole logits of a result; the given logits if the function returned their slice."""
     first = given[0]
     if value.device != first.local.device:
         raise _NotOnSlices
@@ -344,7 +344,7 @@ def _stays_whole(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], di
 
 
 def _picked_items(logits: VocabLogits, index: tuple[Any, ...]) -> Any:
-    """Returns `logits[index]` where the index ends in token ids, such as `logits[rows, labels]` or `logits[..., 5]`."""
+    """Returns `logits[index]` if the index ends in token ids, such as `logits[rows, labels]` or `logits[..., 5]`."""
     *others, ids = index
     rest = [each for each in others if each is not Ellipsis and each is not None]
     if len(rest) == len(others) and len(rest) != logits.dim() - 1:

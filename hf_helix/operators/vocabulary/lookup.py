@@ -2,7 +2,7 @@
 
 In:   token ids [sequence, batch], over the full vocabulary, and this rank's rows of the table.
 Out:  partial embeddings, whose sum over the ranks is the embedding; noise on embeddings.
-Must hold: bits are those of `functional.embedding`. Backward makes no gradient of the size of a table that has one, if
+Must hold: bits equal `functional.embedding`'s. Backward makes no gradient of the size of a table that has one, if
 few rows are looked up.
 """
 

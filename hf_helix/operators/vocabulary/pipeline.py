@@ -3,7 +3,7 @@
 In:   the units of a whole model, with the table and the head cut over the ranks of tensor parallelism and of the
       pipeline together.
 Out:  units with an embedding and a head for each pipeline rank, which run one after the other as virtual stages.
-Must hold: the loss is that of a single head: the last slice has the statistics of all. On every rank, the slices of
+Must hold: the loss equals a single head's: the last slice has the statistics of all. On every rank, the slices of
 other ranks have parameters without memory, so that all ranks describe the same units.
 
     rank      2               1                    0                                        1               2
@@ -101,7 +101,7 @@ def spread_units(
 def slice_buffers(
     make_buffers: MakeBuffers, tp_size: int, figures: bool, dtype: torch.dtype
 ) -> Callable[[int], MakeBuffers]:
-    """Returns a function from the number of a slice of the head to the buffers of what it hands on: the input of the
+    """Returns a function from the number of a slice of the head to the buffers of its outputs: the input of the
     head [sequence / tp_size, batch, hidden], and the statistics of the slices so far.
 
     Args:
@@ -123,7 +123,8 @@ def slice_buffers(
 
 
 def _embeddings(unit: Unit, table: nn.Parameter, size: int) -> Iterator[Unit]:
-    """Yields the slices of the embedding in their order: each adds its rows, and the last runs what follows."""
+    """Yields the slices of the embedding in their order: each adds its rows, and the last runs the operators after
+    it."""
     operators = unit.graphs.forward.operators
     end = 1 + next(place for place, op in enumerate(operators) if table in {*unit.operators[op.name].parameters})
     if end < len(operators) and isinstance(unit.operators[operators[end].name], Communication):
@@ -214,7 +215,7 @@ def _renamed(operators: Sequence[Operator], names: Mapping[str, str]) -> list[Op
 
 
 def _placed(unit: Unit, rank: int, there: Mapping[int, dict[nn.Parameter, nn.Parameter]]) -> Unit:
-    """Returns the slice of a rank, with parameters of other ranks for those of a vocabulary."""
+    """Returns the slice of a rank, with parameters of other ranks in place of a vocabulary's."""
     sliced = {parameter: placed for parameter, placed in unit.placements.items() if placed.mesh_axis == VOCABULARY}
     unit = replace(unit, label=f"{unit.label}.{rank}")
     if rank not in there:

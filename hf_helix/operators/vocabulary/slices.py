@@ -1,7 +1,7 @@
 """Computations on slices of a vocabulary, under autograd.
 
 In:   a tensor of this rank's slice [..., slice], and the axis of the ranks with the other slices.
-Out:  what the full tensor [..., vocabulary] gives: sums, extrema, elements, losses; equal on all ranks.
+Out:  the results of the full tensor [..., vocabulary]: sums, extrema, elements, losses; equal on all ranks.
 Must hold: all ranks compute with equal results, so the gradient of a result is not summed again; the gradient of a
 tensor that is equal on all ranks and used with slices is. Results are summed in rank order, gradients in the order of
 the backend.
@@ -66,7 +66,7 @@ class VocabDivision:
         """Returns ids, counted from the first of this rank's rows.
 
         Raises:
-            IndexError: an id is not in the vocabulary (on a CPU, where a look costs nothing).
+            IndexError: an id is not in the vocabulary (on a CPU, since a look costs nothing there).
         """
         if ids.device.type == "cpu" and bool(((ids < 0) | (ids >= self.length)).any()):
             raise IndexError(f"token ids from {ids.min()} to {ids.max()}: give ids from 0 to {self.length - 1}")

@@ -134,8 +134,8 @@ def factors_of(of_statistics: Tensor, totals: Tensor) -> Tensor:
 
 
 def join(parts: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the statistics of all rows [numbers, ...] from those of parts of the rows [parts, numbers, ...], in the
-    order of the rows, and every part's TOTAL as it counts in the joined one [parts, ...]."""
+    """Returns the statistics of all rows [numbers, ...] from the statistics of parts of the rows [parts, numbers, ...],
+    in the order of the rows, and every part's TOTAL as it counts in the joined one [parts, ...]."""
     maxima, totals, targets, *others = parts.unbind(1)
     maxima = maxima.detach()
     maximum = maxima.amax(0)

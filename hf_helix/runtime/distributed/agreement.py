@@ -66,7 +66,7 @@ def meet(
 
     Args:
         what: a clause for the action.
-        flags: up to `NUM_FLAGS`, as many on every rank.
+        flags: up to `NUM_FLAGS`, the same count on every rank.
         is_call: whether the action is a call of a model.
         mesh: the mesh with the ranks that share a batch; None for an action without a comparison.
         given: the number of what this rank was given, see `hf_helix.runtime.distributed.contents`.
@@ -97,7 +97,7 @@ def agree_on_action(
 
     Args:
         what: a clause for the action, such as "trainer.save_model() is called".
-        flags: up to `NUM_FLAGS`, as many on every rank.
+        flags: up to `NUM_FLAGS`, the same count on every rank.
         mesh: the mesh whose ranks that share a batch go on with the random state of the first of them; None for an
             action that needs no random numbers.
         given: batches, equal on ranks that share a batch.
@@ -129,7 +129,7 @@ def agree_on_action(
 
 
 def _script_line() -> str:
-    """Returns where the script is, such as " (train.py:31)"; nothing where no file is the script."""
+    """Returns the place in the script, such as " (train.py:31)"; nothing if no file is the script."""
     frame: FrameType | None = sys._getframe()
     script = vars(sys.modules["__main__"])
     while frame is not None and frame.f_globals is not script:
@@ -291,7 +291,7 @@ def agree_on_number(count: int, device: torch.device, states: Tensor | None = No
     Args:
         count: of this rank.
         device: of the message.
-        states: whole numbers to exchange in the same message, as many on every rank.
+        states: whole numbers to exchange in the same message, the same count on every rank.
 
     Returns:
         The states of every rank.

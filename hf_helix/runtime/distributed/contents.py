@@ -32,7 +32,7 @@ def tensor_numbers(batch: Any) -> dict[str, int]:
 
 
 def tensors_of(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a batch with their names, those of mappings and sequences inside it, too."""
+    """Yields the tensors of a batch with their names, also in mappings and sequences inside it."""
     if isinstance(value, Tensor):
         yield name or "the batch", value
     elif isinstance(value, Mapping):

@@ -234,7 +234,7 @@ def _gloo_threads() -> list[str]:
 
 
 def host_name() -> str:
-    """Returns a name that tells hosts apart, as NCCL does: containers on different machines may have the same host
+    """Returns a name that identifies a host, as NCCL does: containers on different machines may have the same host
     name."""
     boot = ""
     with contextlib.suppress(OSError):

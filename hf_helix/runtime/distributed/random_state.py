@@ -1,8 +1,9 @@
 """The random state of a process: the generators of Python, numpy and torch, and the generator of torch's device.
 
 In:   the device of the run.
-Out:  the state as data, a number that tells states apart, and the state of a rank on several others.
-Must hold: to read a state draws nothing. The first rank of those that share a state draws what it would draw anyway.
+Out:  the state as data, a number that identifies a state, and the state of a rank on several others.
+Must hold: to read a state draws nothing. The first of the ranks that share a state draws the same numbers as without
+    sharing.
 """
 
 import hashlib
@@ -36,7 +37,7 @@ def write_random(state: State, device: torch.device) -> None:
 
 
 def random_number(device: torch.device) -> int:
-    """Returns a number that tells random states apart, with 64 bits."""
+    """Returns a number that identifies a random state, with 64 bits."""
     of_python, of_numpy, of_torch, on_device = read_random(device)
     _, keys, *rest = of_numpy
     digest = hashlib.blake2b(of_torch.numpy(), digest_size=8)

@@ -1,7 +1,7 @@
 """Endings: the messages of the ranks of a launched run when an error or Ctrl-C ends the run.
 
 In:   an uncaught exception on this rank, and the reports of other ranks about theirs.
-Out:  the full error, from the rank where it arose; a line, or nothing, from every other rank; the sentence in torch's
+Out:  the full error, from the rank that raised it; a line, or nothing, from every other rank; the sentence in torch's
       error file, for the launcher's summary.
 Must hold: a rank prints its error in full unless it knows of another rank with the same error. A traceback is shortened
 only for errors raised on purpose by hf_helix. Exceptions behave inside the program as always.
@@ -28,7 +28,7 @@ _advice: Callable[[], str] | None = None
 
 
 def is_launched() -> bool:
-    """Returns whether a launcher has started this process beside others."""
+    """Returns whether a launcher has started this process and others."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
@@ -122,7 +122,7 @@ def print_short_ending(rank: int, because: str) -> None:
 
 
 def print_error(error: BaseException, trace: TracebackType | None, show: Callable[..., object]) -> str:
-    """Prints an error in full, on the rank where it arose.
+    """Prints an error in full, on the rank that raised it.
 
     Returns:
         The sentence for the launcher's summary.

@@ -3,7 +3,7 @@
 In:   heartbeats of all ranks and the first error of any, through the store of the process group.
 Out:  an error that names the rank; a process that ends.
 Must hold: the watch never ends a healthy run: a rank counts as dead only after `DEAD_AFTER` seconds without a
-heartbeat, or after failed communication with it; the host of the store after as many seconds without an answer. The
+heartbeat, or after failed communication with it; the host of the store after the same time without an answer. The
 load of the store per second does not grow with the number of ranks: rank 0 watches all ranks, the others watch rank 0
 and the report of a failure. Process groups are destroyed at exit, unless the run failed. `endings` prints the messages.
 """
@@ -50,7 +50,7 @@ class Watch:
         store: shared by all ranks, empty.
     """
 
-    has_spoken = False  # whether this rank has said why it ends
+    has_spoken = False  # whether this rank has given the reason of its end
 
     def __init__(self, rank: int, world: int, store: BoundedStore) -> None:
         self.rank = rank
@@ -151,11 +151,11 @@ class Watch:
         return has_ended
 
     def _round(self) -> str:
-        """Sends a heartbeat and reads those of others, in two requests; returns why this rank must end."""
+        """Sends a heartbeat and reads the others', in two requests; returns why this rank must end."""
         self._beat()
         failure = self._look(self._watched, DEAD_AFTER, self._seen)
         if failure and not self._failure:
-            failure = self._store.compare_set(FAILED, "", failure).decode()  # tells the others
+            failure = self._store.compare_set(FAILED, "", failure).decode()  # for the others
         return failure
 
     def _beat(self) -> None:
@@ -205,7 +205,7 @@ class Watch:
         return f"rank {dead} died: no sign of life for {limit:.0f} s"
 
     def find_culprit(self) -> str | None:
-        """Returns the rank behind a communication error, after a wait for its report or its silence."""
+        """Returns the rank that caused a communication error, after a wait for its report or its silence."""
         limit = 4 * self.interval
         deadline = time.monotonic() + GRACE + limit
         seen: dict[int, tuple[bytes, float]] = {}
@@ -270,7 +270,7 @@ def start_watch() -> Watch | None:
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """Returns the context `Watch.step` where there is a watch. After a failure, groups with pending work are not used
+    """Returns the context `Watch.step` if there is a watch. After a failure, groups with pending work are not used
     again. Also decorates functions."""
     try:
         with _watch.step() if _watch is not None else contextlib.nullcontext():
@@ -297,7 +297,7 @@ def install_hook() -> None:
 
 
 def _say_end(error: BaseException, trace: TracebackType | None, show: Callable[..., object]) -> None:
-    """Prints why this rank ends: the full error where no other rank prints it, else a line."""
+    """Prints why this rank ends: the full error if no other rank prints it, otherwise a line."""
     number = _watch.rank if _watch is not None else int(os.environ.get("RANK", "0"))
     culprit = _culprit_of(error)
     if culprit:
@@ -324,7 +324,7 @@ def _follow(number: int, culprit: str) -> None:
 
 
 def _culprit_of(error: BaseException) -> str:
-    """Returns the report of another rank that explains the end of this rank; empty where the error arose here."""
+    """Returns the report of another rank that explains the end of this rank; empty if the error arose here."""
     if isinstance(error, RankFailure):
         return str(error)
     if _watch is not None and isinstance(error, RuntimeError) and _is_communication_error(error):
@@ -341,7 +341,7 @@ def _is_communication_error(error: RuntimeError) -> bool:
 @atexit.register
 def _leave() -> None:
     if _failed:
-        # Destroying groups with work pending can hang; the peers have been told.
+        # Destroying groups with work pending can hang; the peers know of the end.
         sys.stdout.flush()
         sys.stderr.flush()
         endings.wait_for_full_error(GRACE)

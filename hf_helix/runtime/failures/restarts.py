@@ -4,7 +4,7 @@ In:   the process group; the environment of a process that torchrun has started.
 Out:  an empty store, shared by all ranks; a rendezvous with names of its own for every start of the processes, where
       all starts share a store.
 Must hold: nothing else uses the keys of the store; a read of several keys is one request; no rank waits for requests of
-another thread of its process. A first start is left alone, and so is a start with a store of its own.
+another thread of its process. A first start stays as it is, and so does a start with a store of its own.
 
 The rendezvous mends a fault of torch 2.5 to 2.13. Without `--rdzv-backend`, torchrun and `accelerate launch` use the
 static rendezvous: its agent keeps one `TCPStore` over all restarts, which the ranks use (TORCHELASTIC_USE_AGENT_STORE).
@@ -57,7 +57,7 @@ def separate_starts() -> None:
     training arguments and the Accelerator make the process group before any call of ours.
     """
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # `torch.distributed.rendezvous` is a function, too.
+    # `torch.distributed.rendezvous` is also a function.
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     original = handlers["env"]
     if start == "0" or getattr(original, "separates", False):

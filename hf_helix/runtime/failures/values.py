@@ -64,8 +64,8 @@ class Limits:
     Attributes:
         ids: the rows of the input embedding.
         labels: the rows of the head.
-        positions: the rows of a table of positions; None where any position has an embedding.
-        trained_length: the longest sequence of the model's pretraining; None where unknown.
+        positions: the rows of a table of positions; None if any position has an embedding.
+        trained_length: the longest sequence of the model's pretraining; None if unknown.
     """
 
     ids: int
