@@ -70,6 +70,9 @@ OWNED: dict[str, str] = {
     "torch.cuda": "_sleep",
     "torch.distributed.rendezvous": "_rendezvous_handlers",
     "torch.distributed.distributed_c10d": "_get_default_store",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.metadata": "_MEM_FORMAT_ENCODING",
+    "torch.serialization": "_get_layout",
     "torch.distributed._checkpointable:_Checkpointable": "__create_chunk_list__ __create_write_items__ "
     "__get_tensor_shard__",
     "torch.multiprocessing.reductions": "StorageWeakRef",

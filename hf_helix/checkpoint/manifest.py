@@ -114,8 +114,16 @@ class Manifest:
             raise DamagedFile(folder, f"is damaged: {shorten_list(problems, limit=3)}")
 
     def check_run(self, folder: Path, run: Manifest, skips_data: bool) -> None:
-        """Raises ValueError for a run that does not fit the checkpoint; `skips_data`: it skips the data of earlier
-        steps."""
+        """Compares a run with the checkpoint.
+
+        Args:
+            folder: of the checkpoint.
+            run: the manifest of the run.
+            skips_data: whether the run skips the data of earlier steps.
+
+        Raises:
+            ValueError: the run does not fit the checkpoint.
+        """
         if self.optimizer is None:
             raise ValueError(
                 f"{folder} holds the model only (save_only_model=True), and cannot be resumed; save with "

@@ -163,7 +163,7 @@ _TYPES = {name: value for name, value in vars(torch).items() if isinstance(value
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{(kind.__module__, kind.__qualname__): kind for kind in _CLASSES},
     **{("torch", name): value for name, value in _TYPES.items()},
-    ("torch.serialization", "_get_layout"): _get_layout,
+    (_get_layout.__module__, _get_layout.__name__): _get_layout,
     **{(module, kind.__name__): kind for module in ("pathlib", "pathlib._local") for kind in [pathlib.PosixPath]},
 }
 """The classes of DCP's metadata, and the types of tensors: all that a good file asks for."""

@@ -33,7 +33,7 @@ DEAD_AFTER = 30.0
 GRACE = 5.0  # longer than `LONGEST`, so a rank's exit message arrives first
 
 FAILED, LEFT, TOLD = "failed", b"left", b" told"
-SILENT = f"rank 0 was stopped or its host is lost: the store of its host has not answered for {DEAD_AFTER:.0f} s"
+SILENT = f"rank 0 (or its launcher) was stopped, or its host is lost: the store has not answered for {DEAD_AFTER:.0f} s"
 
 
 class RankFailure(RuntimeError):

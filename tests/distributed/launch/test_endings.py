@@ -153,7 +153,7 @@ def test_the_host_of_the_store_is_lost(how: str, tmp_path: Path) -> None:
     finally:
         ranks[0].kill()
     said = (tmp_path / "1.log").read_text()
-    why = {"killed": "rank 0 died", "stopped": "rank 0 was stopped or its host is lost: the store"}[how]
+    why = {"killed": "rank 0 died", "stopped": "rank 0 (or its launcher) was stopped, or its host"}[how]
     assert said.startswith(f"hf_helix: rank 1 ends because {why}"), said
     assert said.count("\n") == 1, said
 
