@@ -22,6 +22,7 @@ from hf_helix.config import HelixConfig
 from hf_helix.engine.recompute import problems_of
 from hf_helix.integrations.accelerate.checks import launch_problems
 from hf_helix.integrations.optimizers import FUSED_OPTIMIZERS, MODEL, NAMES, check_trainers_optimizer, cuts_of
+from hf_helix.integrations.trainer.trackers import check_trackers
 from hf_helix.integrations.trainer.trl import SFT_TRAINER, name_of
 from hf_helix.integrations.upstream import hidden_methods, mentions
 from hf_helix.runtime.distributed.mesh import check_joined
@@ -150,6 +151,7 @@ def check_trainer(trainer: Any, args: Any) -> None:
         ValueError: names the problem and an alternative.
     """
     check_overrides(trainer)
+    check_trackers(trainer)
     check_trainers_optimizer(trainer)
     accelerator = trainer.accelerator
     if accelerator.mixed_precision != args.mixed_precision:
