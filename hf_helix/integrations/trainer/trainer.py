@@ -40,7 +40,7 @@ from hf_helix.integrations.trainer.evaluation import EvaluationHooks
 from hf_helix.integrations.trainer.hyperparameter_search import SearchHooks
 from hf_helix.integrations.trainer.model_card import write_card
 from hf_helix.integrations.trainer.references import cut_fused_head, cut_references
-from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall
+from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall, put_aside, take_out
 from hf_helix.integrations.trainer.training_step import WindowHooks
 from hf_helix.integrations.trainer.trl import (
     StockSFTTrainer,
@@ -114,6 +114,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_class(cls)
+        take_out(cls, HelixTrainerMixin, ("helix_config", "weights"))
 
     def __init__(
         self,
@@ -122,6 +123,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         weights: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
+        helix_config, weights = put_aside(self, "helix_config", helix_config), put_aside(self, "weights", weights)
         call = TrainerCall(args, kwargs)
         self._stock = StockSFTTrainer() if is_sft(type(self)) else StockTrainer()
         settle_arguments(type(self), call)
