@@ -55,7 +55,6 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("torch_empty_cache_steps", bool, "torch_empty_cache_steps=None: memory is planned"),
     ("save_on_each_node", bool, "save_on_each_node=False: the ranks write one checkpoint together"),
     ("debug", bool, "debug=[]: modules are not called, so their hooks would never run"),
-    ("eval_use_gather_object", bool, "eval_use_gather_object=False: metrics are gathered as tensors"),
     ("label_names", lambda names: names not in (None, ["labels"]), "label_names=None: labels are named labels"),
     ("ddp_find_unused_parameters", bool, "ddp_find_unused_parameters=None: no DistributedDataParallel is made"),
     ("ddp_broadcast_buffers", bool, "ddp_broadcast_buffers=None: no DistributedDataParallel is made"),
