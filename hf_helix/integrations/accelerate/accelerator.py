@@ -164,6 +164,12 @@ class CutAccelerator(Accelerator):
     ) -> None:
         """Writes the checkpoint of the unsplit model's `save_pretrained`; other models as the stock method. Collective.
 
+        Args:
+            model: the cut model, or another one.
+            save_directory: the folder of the checkpoint.
+            max_shard_size: the size of a file.
+            safe_serialization: True for a cut model.
+
         Raises:
             ValueError: the files would be pickles.
         """

@@ -133,6 +133,11 @@ def _takes(constructor: Any, name: str) -> bool:
 def put_aside(trainer: Any, name: str, given: Any) -> Any:
     """Returns an argument that a constructor in front of the mixin's has put aside, or else the given one.
 
+    Args:
+        trainer: the trainer under construction.
+        name: the argument.
+        given: its value in the call of the mixin's constructor; None if it is not given.
+
     Raises:
         TypeError: both are there.
     """
