@@ -43,7 +43,7 @@ def train(
             outputs.logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:, None]).neg().mean()
         )
     with mock.patch("hf_helix.engine.microbatches.logger") as logger:
-        trainer = build(folder, helix, {**training, "use_cache": use_cache}, model=llama(), **given)
+        trainer = build(folder, helix, {**training, "use_cache": use_cache}, model=llama(num_hidden_layers=4), **given)
         trainer.train()
         evaluated = trainer.evaluate()["eval_loss"]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
