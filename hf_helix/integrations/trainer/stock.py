@@ -121,7 +121,7 @@ def take_out(kind: type, mixin: type, names: Sequence[str]) -> None:
     kind.__init__ = init  # type: ignore[misc]
 
 
-_TAKES_OUT = "_taken_out"
+_TAKES_OUT = "taken_out_by_helix"
 
 
 def _takes(constructor: Any, name: str) -> bool:
