@@ -13,12 +13,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers.utils.logging import get_logger
 
-from hf_helix.models.batch_inputs import FORM, SequenceCut, count_targets, forms_of
+from hf_helix.models.batch_inputs import FORM, Form, SequenceCut, count_targets, form_of, forms_of
+from hf_helix.models.graph.attention import FLASH
 from hf_helix.models.registry import family_of
 from hf_helix.operators.moe import SHARD_TOKENS
-from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.distributed.mesh import Mesh, rank
 from hf_helix.runtime.microbatch import MicroBatch
+
+logger = get_logger(__name__)
 
 
 class LossScale(NamedTuple):
@@ -60,6 +64,8 @@ class WindowMaker:
             key: the optimizer step and the number of the micro-batch in its window, see `MicroBatch`.
         """
         self._family.check_batch(batch)
+        batch = {**batch, FORM: form_of(batch)}
+        self._warn_of_documents(batch[FORM], has_mask=batch.get("attention_mask") is not None)
         prepare = functools.partial(self._family.side_inputs, self._base, batch, self._cut, *scale.of(batch))
         return MicroBatch(prepare, key, *batch["input_ids"].shape)
 
@@ -71,11 +77,28 @@ class WindowMaker:
             scale: the factors of the losses.
             step: the optimizer step, a seed of randomness.
         """
-        with_forms = zip(batches, forms_of(batches), strict=True)
+        with_forms = zip(batches, forms_of(batches), strict=True)  # of all at once
         return [
             self.microbatch({**batch, FORM: form}, scale, (step, place))
             for place, (batch, form) in enumerate(with_forms)
         ]
+
+    def _warn_of_documents(self, form: Form, has_mask: bool) -> None:
+        """Warns once, on rank 0, of rows with several documents that the stock Trainer would treat otherwise, or that a
+        mask joins. Flash attention of Transformers reads positions in both cases."""
+        config = self._base.config.get_text_config()
+        if rank() > 0 or not self._family.packs_by_positions or getattr(config, "_attn_implementation", None) in FLASH:
+            return
+        if form.starts_anew and not has_mask and getattr(config, "use_cache", False):
+            logger.warning_once(
+                "use_cache=True and position_ids that start anew in a row: attention stays within each document, and "
+                "the stock Trainer would let documents attend to each other; use_cache=False says so for both"
+            )
+        if form.joins_documents:
+            logger.warning_once(
+                "attention_mask beside position_ids that start anew in a row: documents attend to each other, as in "
+                "the stock Trainer; leave attention_mask out of the batch, and attention stays within each document"
+            )
 
 
 def share_lengths(batches: Sequence[Mapping[str, Any]], mesh: Mesh) -> Sequence[Mapping[str, Any]]:

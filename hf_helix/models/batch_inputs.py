@@ -43,6 +43,8 @@ class Form:
         starts_anew: a position is not the previous position plus one.
         num_documents: the number of tokens, in all rows, at the smallest position.
         longest: the largest number of tokens between two of these tokens.
+        joins_documents: a mask is given, and a position starts anew between two tokens that it does not hide:
+            attention reads the mask, and not the positions.
     """
 
     is_masked: bool = False
@@ -50,6 +52,7 @@ class Form:
     starts_anew: bool = False
     num_documents: int = 0
     longest: int = 0
+    joins_documents: bool = False
 
 
 def form_of(batch: Mapping[str, Any]) -> Form:
@@ -64,7 +67,11 @@ def forms_of(batches: Sequence[Mapping[str, Any]]) -> list[Form]:
     present = [figures for figures in tensors if figures is not None]
     rows = iter(torch.stack(present).tolist() if present else ())
     found = [None if figures is None else next(rows) for figures in tensors]
-    return [Form() if row is None else Form(*map(bool, row[:3]), *row[3:]) for row in found]
+    return [Form() if row is None else _form(*row) for row in found]
+
+
+def _form(masked: int, needs_mask: int, anew: int, num_documents: int, longest: int, joined: int) -> Form:
+    return Form(bool(masked), bool(needs_mask), bool(anew), num_documents, longest, bool(joined))
 
 
 def targets_of(batch: Mapping[str, Any]) -> Tensor:
@@ -107,7 +114,7 @@ def _figures(batch: Mapping[str, Any]) -> Tensor | None:
     if mask is None and positions is None:
         return None
     zero = torch.zeros((), dtype=torch.long, device=ids.device)
-    figures = [zero] * 5
+    figures = [zero] * 6
     if mask is not None and mask.dim() != 2:
         figures[0] = zero + 1
     elif mask is not None:
@@ -115,7 +122,10 @@ def _figures(batch: Mapping[str, Any]) -> Tensor | None:
         read = hidden & (targets_of(batch) != IGNORED) if batch.get(LOSS_ALONE) else hidden
         figures[:2] = hidden.any(), read.any() | (hidden[:, :-1] & ~hidden[:, 1:]).any()
     if positions is not None:
-        figures[2:] = starts_of(positions).any(), *_documents(positions.flatten())
+        starts = starts_of(positions)
+        figures[2:5] = starts.any(), *_documents(positions.flatten())
+        if mask is not None and mask.dim() == 2:
+            figures[5] = (starts[:, 1:] & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)).any()
     return torch.stack([figure.to(ids.device, torch.long) for figure in figures])
 
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import shutil
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple, NoReturn
 
@@ -142,6 +144,23 @@ def refuse_saving(model: nn.Module, instead: Instead) -> None:
         for name in ("save_pretrained", "push_to_hub"):
             if hasattr(type(module), name):
                 setattr(module, name, _Refusal(f"{name}()", instead.saving))
+
+
+@contextlib.contextmanager
+def saving_copies(model: nn.Module, folder: Path) -> Iterator[None]:
+    """Makes `model.save_pretrained` copy the files of a folder, which all ranks have written together."""
+
+    def save(save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        shutil.copytree(folder, save_directory, dirs_exist_ok=True)
+
+    before = vars(model).get("save_pretrained")
+    model.save_pretrained = save  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del model.save_pretrained
+        if before is not None:
+            model.save_pretrained = before
 
 
 class _Refusal:

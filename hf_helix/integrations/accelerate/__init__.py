@@ -1,4 +1,4 @@
 """Accelerate: the plugin, the training loop of a script, and the options of the launcher.
 
-Import order: foreign_sizes -> launcher, checks -> loop -> plugin.
+Import order: foreign_sizes -> launcher, checks -> accelerator -> loop -> plugin.
 """

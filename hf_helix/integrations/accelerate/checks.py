@@ -51,6 +51,11 @@ def check_accelerator(accelerator: Any, plugin: ParallelismConfig, pp_size: int)
 def check_loader(loader: Any, accelerator: Any, dp_size: int) -> None:
     """Refuses a data loader without an equal number of distinct batches for every data-parallel rank.
 
+    Args:
+        loader: a data loader that is not prepared yet.
+        accelerator: will prepare the data loader.
+        dp_size: the number of data-parallel ranks.
+
     Raises:
         ValueError: names the option and a working value.
     """

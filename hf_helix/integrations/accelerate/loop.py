@@ -9,17 +9,14 @@ for a cut model are replaced, or raise an error with an alternative.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils.logging import get_logger
@@ -31,7 +28,6 @@ from hf_helix.engine.engine import Engine
 from hf_helix.engine.microbatches import LossScale
 from hf_helix.integrations.accelerate.checks import check_loader, run_in_mixed_precision
 from hf_helix.integrations.optimizers import check_optimizer, watch_steps
-from hf_helix.integrations.upstream import check_class, overrides
 from hf_helix.models.batch_inputs import count_targets
 from hf_helix.models.direct_use import Instead
 from hf_helix.models.graph.context import LossTweaks
@@ -43,7 +39,7 @@ from hf_helix.runtime.distributed.agreement import (
 )
 from hf_helix.runtime.distributed.contents import window_number
 from hf_helix.runtime.distributed.groups import control_group
-from hf_helix.runtime.distributed.mesh import Mesh, world_size
+from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.environment import check_environment
 from hf_helix.runtime.failures.heartbeat import start_watch, watched
 from hf_helix.runtime.notices import say
@@ -63,13 +59,11 @@ USE_INSTEAD = Instead(
 
 _WINDOWS = "model.train_window() is called, or the data has ended"
 
-# Methods of the Accelerator that do not work on a cut model, with alternatives.
+# Methods of the Accelerator that do not work in a loop around a cut model, with alternatives.
 REFUSED = {
     "backward": "model.train_window(batches) has run backward already; leave it out",
     "accumulate": "a window is all micro-batches of an optimizer step; use `for window in model.windows(dataloader):`",
-    "unwrap_model": "model.save_pretrained(folder) saves it whole, and model.module is the Transformers model",
-    "save_model": "it would write this rank's part; use model.save_pretrained(folder)",
-    "get_state_dict": "it would be this rank's part; use model.save_pretrained(folder)",
+    "join_uneven_inputs": "every rank runs as many batches; leave it out",
     "save_state": "resuming a loop is not built yet; use model.save_pretrained(folder)",
     "load_state": "resuming a loop is not built yet; use from_pretrained(folder) before prepare()",
 }
@@ -100,21 +94,9 @@ def prepare(
     for given in objects:
         if model is not None and isinstance(given, torch.optim.Optimizer):
             model.engine.step_shards(given)
-    optimizers = {
-        id(given): accelerator.prepare_optimizer(given) for given in objects if isinstance(given, torch.optim.Optimizer)
-    }
-
-    def one(given: Any) -> Any:
-        if isinstance(given, nn.Module):
-            return model
-        if isinstance(given, DataLoader):
-            return accelerator.prepare_data_loader(given)
-        if isinstance(given, LRScheduler):
-            optimizer = optimizers.get(id(given.optimizer), given.optimizer)
-            return _Scheduler(given, optimizer, mesh.dp_size, accelerator)
-        return optimizers.get(id(given), given)
-
-    return [one(given) for given in objects]
+    others = [given for given in objects if not isinstance(given, nn.Module)]
+    prepared = iter(accelerator.prepare(*others) if len(others) > 1 else map(accelerator.prepare, others))
+    return [model if isinstance(given, nn.Module) else next(prepared) for given in objects]
 
 
 def _cut(
@@ -153,12 +135,8 @@ def _cut(
     model._is_accelerate_prepared = True  # nothing is left to wrap
     if loss is not None:
         run_in_mixed_precision(model, accelerator)
-    cut = HelixModel(engine, accelerator, loss)
-    for name, instead in REFUSED.items():
-        setattr(accelerator, name, _refuse(f"accelerator.{name}", instead))
-    accelerator.clip_grad_norm_ = cut._clip
-    accelerator.gather_for_metrics = cut._gather
-    return cut
+    accelerator.attach(engine, REFUSED)
+    return HelixModel(engine, accelerator, loss)
 
 
 class HelixModel:
@@ -302,77 +280,3 @@ class HelixModel:
 
     def _moved(self, batch: Any) -> Any:
         return send_to_device(batch, self.engine.mesh.device)
-
-    def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Replaces `accelerator.clip_grad_norm_`, which is slower for all parameters."""
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if norm_type != 2 or {*map(id, given)} != {*map(id, self.parameters())}:
-            return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
-        return self.clip_grad_norm_(max_norm)
-
-    def _gather(self, data: Any, use_gather_object: bool = False) -> Any:
-        """Replaces `accelerator.gather_for_metrics`, which would count every rank that shares a batch."""
-        if use_gather_object:
-            raise ValueError("gather_for_metrics(use_gather_object=True) is not built: gather tensors")
-        with watched():
-            return gather_samples(data, self.engine.mesh, self._accelerator.gradient_state)
-
-
-@check_class
-class _Scheduler(AcceleratedScheduler):
-    """Accelerate's scheduler, which steps once for each process, with the ranks of a shared batch counted once."""
-
-    def __init__(self, scheduler: LRScheduler, optimizer: Any, dp_size: int, accelerator: Any) -> None:
-        linked = accelerator.step_scheduler_with_optimizer
-        super().__init__(scheduler, optimizer, step_with_optimizer=linked, split_batches=True)
-        self._steps = dp_size if linked and not accelerator.split_batches else 1
-        accelerator._schedulers.append(self)
-
-    @overrides(
-        "AcceleratedScheduler",
-        otherwise="the learning rate would change too fast where ranks share a batch",
-        caller=None,
-    )
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        for _ in range(self._steps):
-            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf):
-                super().step(*args, **kwargs)
-
-
-def _refuse(name: str, instead: str) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"{name} does not go with a model that HelixPlugin.prepare has cut: {instead}")
-
-    return refuse
-
-
-# -- metrics ---------------------------------------------------------------------------------------------------------
-
-
-def gather_samples(data: Any, mesh: Mesh, state: Any) -> Any:
-    """Gathers values of samples over the data-parallel ranks, each sample once. Collective over these ranks.
-
-    Args:
-        data: tensors, or lists, tuples and mappings of tensors, with samples along the first dimension.
-        state: Accelerate's gradient state, with the end of the data loader and the size of the last batch.
-    """
-    if isinstance(data, (tuple, list)):
-        return type(data)(gather_samples(item, mesh, state) for item in data)
-    if isinstance(data, Mapping):
-        return type(data)({name: gather_samples(item, mesh, state) for name, item in data.items()})  # type: ignore[call-arg]
-    if mesh.dp_group is not None:
-        data = data.contiguous()
-        blocks = [torch.empty_like(data) for _ in range(mesh.dp_size)]
-        dist.all_gather(blocks, data, group=mesh.dp_group)
-        data = torch.cat([block[None] if block.dim() == 0 else block for block in blocks])
-    # The last batch is padded with samples from the start of the data set.
-    count = _remainder(state) if state.end_of_dataloader else 0
-    return data[:count] if count > 0 else data
-
-
-def _remainder(state: Any) -> int:
-    """Returns the number of samples in the last batch of all ranks. Accelerate 1.15 counts the batch of rank 0 once for
-    every rank that shares the batch.
-    """
-    is_copied = getattr(state.active_dataloader, "submesh_tp", None) is not None
-    return state.remainder // world_size() if is_copied else state.remainder

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_helix.config import HelixConfig
+from hf_helix.integrations.accelerate.accelerator import counting_once
 from hf_helix.integrations.accelerate.checks import check_accelerator
 from hf_helix.integrations.accelerate.foreign_sizes import ForeignConfig
 from hf_helix.integrations.accelerate.launcher import options_file, options_in, resolve_config
@@ -206,6 +207,7 @@ class HelixPlugin(ParallelismConfig):
     )
     def _validate_accelerator(self, accelerator: Any) -> None:
         check_joined(accelerator.num_processes)
+        counting_once(accelerator)
 
 
 _LAYOUT = ("parallelism_config", "device_mesh")
@@ -217,8 +219,10 @@ def shared_layout() -> dict[str, Any]:
 
 
 def keep_layout(accelerator: Any, plugin: HelixPlugin, shared: dict[str, Any]) -> None:
-    """Gives an Accelerator a layout of its own, beside the `shared_layout` of others, so that trainers of several
-    layouts can live in a process."""
+    """Gives the Accelerator of a trainer a layout of its own, beside the `shared_layout` of others, so that trainers of
+    several layouts can live in a process."""
+    counting_once(accelerator)
+    accelerator.is_trainers = True
     own = plugin, plugin.build_device_mesh(accelerator.device)
     accelerator.state.__dict__ = {**accelerator.state.__dict__, **dict(zip(_LAYOUT, own, strict=True))}
     AcceleratorState._shared_state.update(shared)

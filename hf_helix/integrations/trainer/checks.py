@@ -22,6 +22,7 @@ from hf_helix.config import HelixConfig
 from hf_helix.engine.recompute import problems_of
 from hf_helix.integrations.accelerate.checks import launch_problems
 from hf_helix.integrations.optimizers import FUSED_OPTIMIZERS, MODEL, NAMES, check_trainers_optimizer, cuts_of
+from hf_helix.integrations.trainer.trackers import check_trackers
 from hf_helix.integrations.trainer.trl import SFT_TRAINER, name_of
 from hf_helix.integrations.upstream import hidden_methods, mentions
 from hf_helix.runtime.distributed.mesh import check_joined
@@ -54,7 +55,6 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("torch_empty_cache_steps", bool, "torch_empty_cache_steps=None: memory is planned"),
     ("save_on_each_node", bool, "save_on_each_node=False: the ranks write one checkpoint together"),
     ("debug", bool, "debug=[]: modules are not called, so their hooks would never run"),
-    ("eval_use_gather_object", bool, "eval_use_gather_object=False: metrics are gathered as tensors"),
     ("label_names", lambda names: names not in (None, ["labels"]), "label_names=None: labels are named labels"),
     ("ddp_find_unused_parameters", bool, "ddp_find_unused_parameters=None: no DistributedDataParallel is made"),
     ("ddp_static_graph", bool, "ddp_static_graph=None: no DistributedDataParallel is made"),
@@ -149,6 +149,7 @@ def check_trainer(trainer: Any, args: Any) -> None:
         ValueError: names the problem and an alternative.
     """
     check_overrides(trainer)
+    check_trackers(trainer)
     check_trainers_optimizer(trainer)
     accelerator = trainer.accelerator
     if accelerator.mixed_precision != args.mixed_precision:

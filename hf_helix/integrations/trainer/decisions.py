@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_helix.checkpoint.manifest import NAME
+from hf_helix.integrations.trainer.trackers import model_for_trackers
 from hf_helix.runtime.distributed.agreement import agree_on_action
 from hf_helix.runtime.failures.endings import advise_on_interrupt
 
@@ -44,7 +45,8 @@ class CallbackDecisions:
 
     def _call(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Calls the callbacks and shares their decisions. Collective at the events of the stock loop's decisions."""
-        control = self._stock(event, args, state, control, **kwargs)
+        with model_for_trackers(self._trainer, event):
+            control = self._stock(event, args, state, control, **kwargs)
         is_log_of_step = event == "on_log" and self._trainer.is_in_train and "loss" in kwargs["logs"]
         if event in _EVENTS or is_log_of_step or event in self._asked:
             self._share(event, control)

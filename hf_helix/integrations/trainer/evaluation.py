@@ -5,6 +5,7 @@ Out:  losses, logits and labels as the stock Trainer's, each sample once.
 Must hold: a run whose stock Trainer would return further outputs is refused before the first batch.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_helix.integrations.accelerate.loop import gather_samples
 from hf_helix.integrations.trainer.checks import check_evaluation, check_overrides
 from hf_helix.integrations.trainer.stock import TrainerAttributes
 from hf_helix.integrations.upstream import overrides
@@ -53,6 +53,8 @@ def _full(value: Any) -> Any:
 
 class EvaluationHooks(TrainerAttributes):
     """The part of `HelixTrainerMixin` that evaluates."""
+
+    _own_gather: Callable[[Any], Any] | None = None
 
     @overrides("Trainer", otherwise="metrics could be wrong, and a failing rank would leave the others waiting")
     def evaluation_loop(
@@ -118,11 +120,13 @@ class EvaluationHooks(TrainerAttributes):
     @property
     def gather_function(self) -> Callable[[Any], Any]:
         """The function that gathers samples of metrics over the data-parallel ranks, each sample once."""
-        return self._gather_for_metrics
+        return self._own_gather or functools.partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
 
     @gather_function.setter
     def gather_function(self, value: Any) -> None:
-        """Ignores the stock Trainer's function, which counts every rank that shares a batch."""
-
-    def _gather_for_metrics(self, data: Any) -> Any:
-        return gather_samples(data, self.helix.mesh, self.accelerator.gradient_state)
+        """Takes a function of the user's own. The stock Trainer's may be `accelerator.gather`, which counts every rank
+        that shares a batch."""
+        is_stock = getattr(getattr(value, "func", value), "__name__", "") in ("gather", "gather_for_metrics")
+        self._own_gather = None if is_stock else value

@@ -1,12 +1,15 @@
 """The Trainer class under `HelixTrainerMixin`, and the arguments of its constructor.
 
 In:   the arguments of a trainer's constructor.
-Out:  the same arguments, by name; what the class logs beside the loss.
+Out:  the same arguments, by name, without those that only the mixin takes; what the class logs beside the loss.
 Must hold: `StockTrainer` describes `transformers.Trainer`; other classes have subclasses, as in `trl.py`.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -86,6 +89,66 @@ class TrainerCall:
     def _index(self, name: str) -> int | None:
         given = _BY_POSITION[: len(self.positional)]
         return given.index(name) if name in given else None
+
+
+def take_out(kind: type, mixin: type, names: Sequence[str]) -> None:
+    """Makes a trainer's class take the mixin's arguments if a constructor in front of the mixin's does not.
+
+    The class gets a constructor that puts them aside, see `put_aside`, and calls the one that it had. So the order
+    `class Mine(Seq2SeqTrainer, HelixTrainer)` works, and a constructor `__init__(self, model, args)` as well. An
+    argument that the class's own constructor names is left to it.
+
+    Args:
+        kind: the class, just made.
+        mixin: the class whose constructor takes the arguments.
+        names: the arguments.
+    """
+    bases = kind.__mro__[: kind.__mro__.index(mixin)]
+    constructors = [vars(base)["__init__"] for base in bases if "__init__" in vars(base)]
+    before = list(itertools.takewhile(lambda each: not hasattr(each, _TAKES_OUT), constructors))
+    closed = [name for name in names if not all(_takes(each, name) for each in before)]
+    taken = [name for name in closed if name not in inspect.signature(before[0]).parameters]
+    if not taken:
+        return
+    stock = before[0]
+
+    @functools.wraps(stock)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        vars(self).setdefault(_TAKES_OUT, {}).update({name: kwargs.pop(name) for name in taken if name in kwargs})
+        stock(self, *args, **kwargs)
+
+    setattr(init, _TAKES_OUT, True)
+    kind.__init__ = init  # type: ignore[misc]
+
+
+_TAKES_OUT = "taken_out_by_helix"
+
+
+def _takes(constructor: Any, name: str) -> bool:
+    """Returns whether a constructor takes a keyword."""
+    parameters = inspect.signature(constructor).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def put_aside(trainer: Any, name: str, given: Any) -> Any:
+    """Returns an argument that a constructor in front of the mixin's has put aside, or else the given one.
+
+    Args:
+        trainer: the trainer under construction.
+        name: the argument.
+        given: its value in the call of the mixin's constructor; None if it is not given.
+
+    Raises:
+        TypeError: both are there.
+    """
+    aside = vars(trainer).get(_TAKES_OUT, {}).get(name)
+    if aside is not None and given is not None:
+        kind = type(trainer).__name__
+        raise TypeError(
+            f"{kind}({name}=...): a constructor of the class gives {name} as well; give {name} once, in the call or in "
+            "the constructor"
+        )
+    return given if aside is None else aside
 
 
 class StockTrainer:

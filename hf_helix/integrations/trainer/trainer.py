@@ -40,7 +40,7 @@ from hf_helix.integrations.trainer.evaluation import EvaluationHooks
 from hf_helix.integrations.trainer.hyperparameter_search import SearchHooks
 from hf_helix.integrations.trainer.model_card import write_card
 from hf_helix.integrations.trainer.references import cut_fused_head, cut_references
-from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall
+from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall, put_aside, take_out
 from hf_helix.integrations.trainer.training_step import WindowHooks
 from hf_helix.integrations.trainer.trl import (
     StockSFTTrainer,
@@ -51,7 +51,7 @@ from hf_helix.integrations.trainer.trl import (
     is_read_by_slices,
     is_sft,
     model_options,
-    precompute_once,
+    precompute_on_device,
     settle_arguments,
     settle_generation,
 )
@@ -78,6 +78,14 @@ USE_INSTEAD = Instead(
     "within trainer.helix.full_weights()",
     "trainer.save_model(folder)",
 )
+
+
+# Methods of `trainer.accelerator` that do not work on a cut model, with alternatives.
+REFUSED = {
+    "join_uneven_inputs": "every rank runs as many batches; leave it out",
+    "save_state": "use TrainingArguments(save_strategy='steps'), or set control.should_save in a callback",
+    "load_state": "use trainer.train(resume_from_checkpoint=...)",
+}
 
 
 def _accumulation_steps(args: TrainingArguments) -> int:
@@ -114,6 +122,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_class(cls)
+        take_out(cls, HelixTrainerMixin, ("helix_config", "weights"))
 
     def __init__(
         self,
@@ -122,6 +131,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         weights: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
+        helix_config, weights = put_aside(self, "helix_config", helix_config), put_aside(self, "weights", weights)
         call = TrainerCall(args, kwargs)
         self._stock = StockSFTTrainer() if is_sft(type(self)) else StockTrainer()
         settle_arguments(type(self), call)
@@ -137,7 +147,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             settle_generation(call, ranks_per_batch)
         self._make_model(call)
         self._loss_function = call.get("compute_loss_func")
-        precompute_once(self, self._plugin.build_mesh(arguments.device))
+        precompute_on_device(self)
         super().__init__(*call.positional, **call.named)
         if self._has_own_loss:
             self._cut(self.model)
@@ -215,6 +225,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         if before is not None:
             before.close()
         watch_steps(self.helix)
+        self.accelerator.attach(self.helix, REFUSED)
         model._is_accelerate_prepared = True  # nothing is left to wrap
         if self._has_own_loss:
             run_in_mixed_precision(model, self.accelerator)
@@ -343,6 +354,8 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         before = shared_layout()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         keep_layout(self.accelerator, self._plugin, before)
+        if self._is_cut:
+            self.accelerator.attach(self.helix, REFUSED)
         if self.model is not None and not self._is_cut:
             self._take_model(self.model)
 

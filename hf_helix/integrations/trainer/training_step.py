@@ -24,6 +24,7 @@ from hf_helix.engine.microbatches import LossScale
 from hf_helix.integrations.trainer.checks import check_overrides
 from hf_helix.integrations.trainer.evaluation import check_outputs
 from hf_helix.integrations.trainer.stock import TrainerAttributes
+from hf_helix.integrations.trainer.trackers import check_trackers
 from hf_helix.integrations.upstream import overrides
 from hf_helix.models.batch_inputs import count_targets
 from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_number, check_windows
@@ -89,6 +90,7 @@ class WindowHooks(TrainerAttributes):
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """Prepares as the stock method does. Raises ValueError if an override would have no effect."""
         check_overrides(self)
+        check_trackers(self)
         return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
 
     @overrides(

@@ -23,14 +23,13 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainingArguments, set_seed
 
-from hf_helix.integrations.accelerate.loop import gather_samples
 from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall
 from hf_helix.models.batch_inputs import count_targets
 from hf_helix.models.causal_lm import has_causal_head
 from hf_helix.models.model_code import has_head_beside, has_stock_loss
 from hf_helix.models.peft import base_of
 from hf_helix.models.registry import REGISTERED
-from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
+from hf_helix.runtime.distributed.mesh import rank, world_size
 
 _MODULE = "trl.trainer.sft_trainer"
 SFT_TRAINER = f"{_MODULE}.SFTTrainer"
@@ -91,24 +90,22 @@ def model_options(kind: type, args: Any) -> dict[str, Any]:
     return {**usual, **(getattr(args, "model_init_kwargs", None) or {})}
 
 
-def precompute_once(trainer: Any, mesh: Mesh) -> None:
-    """Makes the log-probabilities that a trainer computes of its reference beforehand those of each sample once, and of
-    a model on the device; without a reference model, of the model before it is cut."""
+def precompute_on_device(trainer: Any) -> None:
+    """Makes a trainer without a reference model compute the log-probabilities of its reference beforehand by the model
+    before the cut, on the device."""
     stock = getattr(trainer, "_precompute_ref_logps", None)
     if stock is None:
         return
 
     def precompute(*args: Any, **kwargs: Any) -> Any:
-        accelerator, model = trainer.accelerator, trainer.model
+        model = trainer.model
         is_moved = not trainer._is_cut and trainer.ref_model is None
         home = model.device
-        accelerator.gather_for_metrics = lambda data: gather_samples(data, mesh, accelerator.gradient_state)
         try:
             if is_moved:
                 model.to(trainer.args.device)
             return stock(*args, **kwargs)
         finally:
-            del accelerator.gather_for_metrics
             if is_moved:
                 model.to(home)
 
@@ -147,7 +144,7 @@ class StockSFTTrainer(StockTrainer):
         """Keeps entropy, right predictions, targets and tokens [micro-batches, 4], summed as SFTTrainer does."""
         counts = torch.stack([torch.stack((count_targets(batch), _tokens_of(batch))) for batch in batches])
         rows = torch.cat((found[:, 1:], counts.to(found)), 1)[None]
-        rows = gather_samples(rows, trainer.helix.mesh, trainer.accelerator.gradient_state).sum(0)
+        rows = trainer.accelerator.gather_for_metrics(rows).sum(0)
         self._kept[trainer.model.training].append(rows)
         self._tokens += rows[:, 3].sum(dtype=torch.float64) if trainer.model.training else 0
         return found[:, 0]

@@ -119,9 +119,6 @@ def misuse(helix: dict[str, Any]) -> dict[str, str]:
     result = {
         "backward": said(lambda: accelerator.backward(torch.zeros(()))),
         "accumulate": said(lambda: accelerator.accumulate(model)),
-        "unwrap_model": said(lambda: accelerator.unwrap_model(model)),
-        "save_model": said(lambda: accelerator.save_model(model, "anywhere")),
-        "get_state_dict": said(lambda: accelerator.get_state_dict(model)),
         "save_state": said(lambda: accelerator.save_state("anywhere")),
         "load_state": said(lambda: accelerator.load_state("anywhere")),
         "call": said(lambda: model(**batch)),
@@ -337,9 +334,6 @@ def test_what_the_accelerator_would_do_wrongly(cluster_of: Any) -> None:
         for name, words in {
             "backward": "has run backward already; leave it out",
             "accumulate": "use `for window in model.windows(dataloader):`",
-            "unwrap_model": "model.save_pretrained(folder)",
-            "save_model": "use model.save_pretrained(folder)",
-            "get_state_dict": "use model.save_pretrained(folder)",
             "save_state": "use model.save_pretrained(folder)",
             "load_state": "use from_pretrained(folder) before prepare()",
             "call": "cannot be called directly; use model.train_window(batches)",

@@ -89,6 +89,10 @@ def test_a_window_of_batches_is_read_at_once_and_only_where_there_is_something_t
     assert reads.names == []
     known = dict(zip(BATCHES, result, strict=True))
     assert not known["ones"].is_masked
+    assert [name for name, form in known.items() if form.joins_documents] == [
+        "packed, with a mask of ones",
+        "packed, with padding",
+    ]
     assert known["left"] == Form(True, True)
     assert known["right"] == Form(True, True)
     assert known["positions"] == Form(num_documents=2, longest=8)
