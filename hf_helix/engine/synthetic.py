@@ -11,13 +11,12 @@ from os import PathLike
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.build import RunOptions, declare, start_runner
 from hf_helix.engine.microbatches import LossScale, WindowMaker
 from hf_helix.engine.recompute import modes_of
-from hf_helix.models.causal_lm import build_language_model
+from hf_helix.models.causal_lm import build_language_model, read_config
 from hf_helix.models.registry import family_of
 from hf_helix.runtime.distributed.mesh import Mesh, mesh_of
 from hf_helix.runtime.microbatch import MicroBatch
@@ -27,7 +26,7 @@ from hf_helix.tuning.cache import fingerprint
 def model_on_meta(model_config: Any, dtype: torch.dtype = torch.float32) -> Any:
     """Returns a model on the meta device in training mode, of a Transformers configuration or its path."""
     if isinstance(model_config, (str, PathLike)):
-        model_config = AutoConfig.from_pretrained(model_config)
+        model_config = read_config(model_config)
     with torch.device("meta"):
         return build_language_model(model_config, dtype=dtype).train()
 

@@ -1,19 +1,22 @@
 """Causal language models: recognises the classes of Transformers, and refuses all others.
 
-In:   the name of a class, or a model.
-Out:  nothing, the model of a configuration, or an error with the class to use.
-Must hold: a model without a next-token head, or with a loss other than next-token loss, is refused before anything is
-derived from the model.
+In:   the name of a class, a model, or a folder with a configuration.
+Out:  nothing, the configuration, the model of a configuration, or an error with the class to use.
+Must hold: code that a folder brings is neither run nor asked for. A model without a next-token head, or with a loss
+other than next-token loss, is refused before anything is derived from the model.
 """
 
+from os import PathLike
 from typing import Any
 
 import transformers
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    PretrainedConfig,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -93,6 +96,36 @@ def check_head(model: Any) -> None:
         raise ValueError(f"{name} has no language-model head: {_advice(type(model.config))}")
     if not has_causal_head(model):
         check_causal_lm_class(name, text_part(model))
+
+
+def read_config(path: str | PathLike[str]) -> PretrainedConfig:
+    """Returns the configuration of a folder or file by the classes of Transformers; custom code is left out.
+
+    Raises:
+        ValueError: Transformers has no class for it; names the `model_type` of the class that its model has, if any.
+    """
+    values, _ = PretrainedConfig.get_config_dict(path)
+    model_type, (name, *_) = values.get("model_type"), (*(values.get("architectures") or ()), "")
+    if model_type not in CONFIG_MAPPING:
+        known = [each for each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in _classes_of(each)]
+        instead = (
+            f'its class {name} has model_type {known[0]!r}: write "model_type": "{known[0]}" into a copy of it'
+            if known
+            else "give a model that your script has made to hf_helix.testing.check_family(model)"
+        )
+        raise ValueError(
+            f"{path}: Transformers {transformers.__version__} has no class for model_type {model_type!r}, and code that "
+            f"a folder brings along is never run here; {instead}"
+        )
+    values.pop("auto_map", None)
+    return CONFIG_MAPPING[model_type].from_dict(values)
+
+
+def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """Returns the configuration of every decoder layer: one for all, unless layers have values of their own."""
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config] * config.num_hidden_layers
 
 
 def build_causal_lm(config: Any, **options: Any) -> Any:

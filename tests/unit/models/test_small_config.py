@@ -76,8 +76,8 @@ def test_layers_of_every_kind_stay() -> None:
     assert (glm.num_hidden_layers, glm.first_k_dense_replace) == (2, 1)
     smollm = default_config("SmolLM3ForCausalLM", fewest_layers=4)
     assert (smollm.num_hidden_layers, smollm.no_rope_layers) == (4, [1, 1, 1, 0])
-    qwen = small_config(Qwen2MoeConfig(decoder_sparse_step=2, mlp_only_layers=[5]))
-    assert (qwen.num_hidden_layers, qwen.decoder_sparse_step, qwen.mlp_only_layers) == (2, 2, [1])
+    qwen = small_config(Qwen2MoeConfig(decoder_sparse_step=2, mlp_only_layers=[3]))
+    assert (qwen.num_hidden_layers, qwen.decoder_sparse_step, qwen.mlp_only_layers) == (2, 1, [0])
 
 
 def test_heads_stay_grouped_and_wider_than_the_model_where_they_were() -> None:
@@ -98,13 +98,14 @@ def test_parts_of_heads_that_are_smaller_stay() -> None:
     assert (small.qk_rope_head_dim, small.head_dim, small.qk_head_dim) == (4, 4, 12)
 
 
-def test_caps_show_multipliers_stay_and_nothing_is_random() -> None:
+def test_caps_show_multipliers_stay_and_nothing_is_random_unless_given() -> None:
     gemma = default_config("Gemma2ForCausalLM")
     assert gemma.attn_logit_softcapping == gemma.final_logit_softcapping == 5
     assert default_config("GraniteForCausalLM").logits_scaling != 1
     given = functools.partial(LlamaConfig, attention_dropout=0.1)
     assert small_config(given(tie_word_embeddings=True)).tie_word_embeddings
-    assert small_config(given()).attention_dropout == 0
+    assert small_config(given()).attention_dropout == 0.1
+    assert default_config("GPT2LMHeadModel").attn_pdrop == 0
 
 
 def test_ropes_fit_small_heads() -> None:
