@@ -27,8 +27,14 @@ def model_on_meta(model_config: Any, dtype: torch.dtype = torch.float32) -> Any:
     """Returns a model on the meta device in training mode, of a Transformers configuration or its path."""
     if isinstance(model_config, (str, PathLike)):
         model_config = read_config(model_config)
-    with torch.device("meta"):
-        return build_language_model(model_config, dtype=dtype).train()
+    try:
+        with torch.device("meta"):
+            return build_language_model(model_config, dtype=dtype).train()
+    except ValueError:
+        raise
+    except Exception as error:  # of the class: sizes that do not fit, or a package that is missing
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"no model can be made of the {type(model_config).__name__} ({reason})") from error
 
 
 def adapted_on_meta(model_config: Any, rank: int, target_modules: str, dtype: torch.dtype = torch.float32) -> Any:

@@ -6,6 +6,7 @@ Must hold: code that a folder brings is neither run nor asked for. A model witho
 other than next-token loss, is refused before anything is derived from the model.
 """
 
+from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
@@ -105,7 +106,7 @@ def read_config(path: str | PathLike[str]) -> PretrainedConfig:
         ValueError: Transformers has no class for it; names the `model_type` of the class that its model has, if any.
     """
     values, _ = PretrainedConfig.get_config_dict(path)
-    model_type, (name, *_) = values.get("model_type"), (*(values.get("architectures") or ()), "")
+    model_type, name = values.get("model_type"), next(iter(values.get("architectures") or ()), "")
     if model_type not in CONFIG_MAPPING:
         known = [each for each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in _classes_of(each)]
         instead = (
@@ -114,18 +115,43 @@ def read_config(path: str | PathLike[str]) -> PretrainedConfig:
             else "give a model that your script has made to hf_helix.testing.check_family(model)"
         )
         raise ValueError(
-            f"{path}: Transformers {transformers.__version__} has no class for model_type {model_type!r}, and code that "
-            f"a folder brings along is never run here; {instead}"
+            f"{path}: Transformers {transformers.__version__} has no class for model_type {model_type!r}, and code in "
+            f"a folder is never run here; {instead}"
         )
     values.pop("auto_map", None)
-    return CONFIG_MAPPING[model_type].from_dict(values)
+    _check_sizes(values, path)
+    try:
+        config = CONFIG_MAPPING[model_type].from_dict(values)
+    except Exception as error:  # of a check of the class, each of its own kind
+        raise ValueError(f"{path}: {' '.join(str(error).split())}; correct its values") from error
+    _check_possible(config.get_text_config(), path)
+    return config
+
+
+SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads")
+
+
+def _check_sizes(values: Mapping[str, Any], path: Any) -> None:
+    """Raises ValueError for sizes below 1."""
+    for name in SIZES:
+        if isinstance(value := values.get(name), int) and value < 1:
+            raise ValueError(f"{path}: {name}={value}, and no model has fewer than 1; correct it")
+
+
+def _check_possible(config: PretrainedConfig, path: Any) -> None:
+    """Raises ValueError for sizes that no model has."""
+    for layer in {id(layer): layer for layer in layer_configs(config)}.values() or (config,):
+        _check_sizes({name: getattr(layer, name, None) for name in SIZES}, path)
+        heads, keys = (getattr(layer, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+        if isinstance(heads, int) and isinstance(keys, int) and heads % keys:
+            raise ValueError(f"{path}: num_key_value_heads={keys} must divide num_attention_heads={heads}; correct it")
 
 
 def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
     """Returns the configuration of every decoder layer: one for all, unless layers have values of their own."""
     if getattr(config, "is_heterogeneous", False):
         return list(config.per_layer_config)
-    return [config] * config.num_hidden_layers
+    return [config] * (getattr(config, "num_hidden_layers", None) or 1)
 
 
 def build_causal_lm(config: Any, **options: Any) -> Any:

@@ -220,8 +220,8 @@ COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers")  # values
 # how many layers at the start, or at the end, are of another kind
 FIRST = ("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe_layer_start_index", "num_hash_layers")
 LAST = ("num_kv_shared_layers",)
-PLACES = ("mlp_only_layers", "full_attn_idxs", "moe_layers", "hybrid_layer_ids", "local_layer_ids", "ple_layer_ids")
-PLACES += ("attn_layer_indices",)
+PLACES = {"mlp_only_layers", "full_attn_idxs", "moe_layers", "hybrid_layer_ids", "local_layer_ids", "ple_layer_ids"}
+PLACES |= {"attn_layer_indices"}
 """Values that list the layers of a kind."""
 
 PERIODS = {"attn_layer_period", "expert_layer_period", "decoder_sparse_step", "global_attn_every_n_layers"}
@@ -363,7 +363,7 @@ def small_config(config: PretrainedConfig, fewest_layers: int | None = FEWEST) -
     """Returns a small configuration of the same class with one layer of each kind, and at least `fewest_layers`; None
     for all layers. The given configuration does not change."""
     given = config.to_dict()
-    standard = {name: word for word, name in (config.attribute_map or {}).items()}
+    standard: dict[str, str] = {name: word for word, name in (config.attribute_map or {}).items()}
     values = dict(given) if fewest_layers is None else shorten(given, standard, fewest_layers)
     for name, value in values.items():
         values[name] = small_value(name, standard.get(name, name), value, given)
