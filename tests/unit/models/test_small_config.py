@@ -92,6 +92,25 @@ def test_heads_stay_grouped_and_wider_than_the_model_where_they_were() -> None:
     assert layers["full_attention"].head_dim == 2 * layers["sliding_attention"].head_dim
 
 
+def test_a_single_head_of_keys_stays_and_two_heads_get_no_more() -> None:
+    assert small_config(LlamaConfig(num_key_value_heads=1)).num_key_value_heads == 1
+    two = small_config(LlamaConfig(num_attention_heads=2, num_key_value_heads=2))
+    assert (two.num_attention_heads, two.num_key_value_heads) == (2, 2)
+
+
+def test_lists_of_layers_and_patterns_stay() -> None:
+    """As in Bamba-9B, in a dense Jamba, and with narrow embeddings as in OPT-350M; heads of a small Bamba fit."""
+    bamba = small_config(AutoConfig.for_model("bamba", attn_layer_indices=[9, 18, 27]))
+    assert (bamba.num_hidden_layers, bamba.attn_layer_indices) == (2, [1])
+    few = {"hidden_size": 64, "mamba_n_heads": 4, "mamba_d_head": 32, "attn_layer_indices": [1]}
+    assert small_config(AutoConfig.for_model("bamba", **few)).mamba_n_heads == 8
+    assert small_config(AutoConfig.for_model("jamba", num_experts=1, num_experts_per_tok=1)).num_experts == 1
+    opt = small_config(AutoConfig.for_model("opt", hidden_size=1024, word_embed_proj_dim=512))
+    assert (opt.hidden_size, opt.word_embed_proj_dim) == (64, 32)
+    whole = small_config(AutoConfig.for_model("bamba", attn_layer_indices=[9, 18, 27]), None)
+    assert (whole.num_hidden_layers, whole.attn_layer_indices) == (32, [9, 18, 27])
+
+
 def test_parts_of_heads_that_are_smaller_stay() -> None:
     """The part of a head that is rotated has two names in the configuration of DeepSeek-V3."""
     small = small_config(DeepseekV3Config(qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8))
