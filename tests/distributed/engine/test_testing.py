@@ -55,7 +55,10 @@ def test_a_refusal_of_what_was_asked_for() -> None:
 
 PATTERNS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("gemma3_text", {"num_attention_heads": 4, "num_key_value_heads": 1}),
-    ("opt", {"hidden_size": 1024, "word_embed_proj_dim": 512, "do_layer_norm_before": False}),
+    (
+        "opt",
+        {"hidden_size": 1024, "num_attention_heads": 16, "word_embed_proj_dim": 512, "do_layer_norm_before": False},
+    ),
     ("bamba", {"attn_layer_indices": [9, 18, 27]}),
     ("qwen2_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3], "output_router_logits": True}),
     ("gemma4_text", {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 2}),
@@ -72,9 +75,9 @@ def test_published_patterns(model_type: str, changes: dict[str, Any]) -> None:
 
 
 def test_parts_that_the_small_model_lacks_are_named() -> None:
-    subject = Subject.of(OPTConfig(hidden_size=1024, word_embed_proj_dim=512))
+    subject = Subject.of(OPTConfig(hidden_size=1024, num_attention_heads=16, word_embed_proj_dim=512))
     assert subject.uncovered(subject.build()) == ()
-    equal = Subject.of(OPTConfig(hidden_size=1024, word_embed_proj_dim=1024)).build()
+    equal = Subject.of(OPTConfig(hidden_size=1024, num_attention_heads=16, word_embed_proj_dim=1024)).build()
     assert subject.uncovered(equal) == ("model.decoder.project_in", "model.decoder.project_out")
     window = ComparedWindow("rows", "greedy", tuple(Difference.of(kind, 0.0) for kind in BARS))
     proof = Proof("OPTForCausalLM", "tp_size=2", (window,), uncovered=subject.uncovered(equal))
