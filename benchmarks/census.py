@@ -39,6 +39,7 @@ from hf_helix.models.census import (
     installed_versions,
     read_census,
 )
+from hf_helix.models.small_config import without_dropout
 from hf_helix.testing import prove_layouts
 
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -54,21 +55,36 @@ SAMPLE = (
 )
 """Classes that differ in most ways that there are."""
 
+DROPOUT = {"attention_dropout": 0.1}
+SPARSE = {"decoder_sparse_step": 2, "mlp_only_layers": [3], "output_router_logits": True}
 GEMMA4_EXPERTS = {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
+    "BambaForCausalLM": ({"attn_layer_indices": [9, 18, 27]},),
     "CohereForCausalLM": ({"use_qk_norm": True},),
     "FalconForCausalLM": ({"new_decoder_architecture": True},),
-    "Gemma3ForCausalLM": ({"final_logit_softcapping": 5.0},),
+    "GPT2LMHeadModel": ({"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1},),
+    "Gemma3ForCausalLM": ({"final_logit_softcapping": 5.0}, {"num_key_value_heads": 1}),
     "Gemma4ForCausalLM": (
         {"hidden_size_per_layer_input": 0},
         {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True},
         {"hidden_size_per_layer_input": 0, "enable_moe_block": True, **GEMMA4_EXPERTS},
+        {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 2},
     ),
+    "GemmaForCausalLM": ({"num_key_value_heads": 1},),
     "GPTBigCodeForCausalLM": ({"multi_query": False},),
     "GraniteMoeSharedForCausalLM": ({"shared_intermediate_size": 32},),
+    "HunYuanMoEV1ForCausalLM": ({"head_dim": 128, "num_experts": 16, "moe_topk": [2] * 32},),
+    "JambaForCausalLM": ({"num_experts": 1, "num_experts_per_tok": 1},),
+    "Lfm2MoeForCausalLM": ({"layer_types": ["conv", "conv", "full_attention", "conv"] * 8, "num_dense_layers": 2},),
+    "OPTForCausalLM": ({"word_embed_proj_dim": 512, "do_layer_norm_before": False}, {"dropout": 0.1}),
     "OlmoForCausalLM": ({"clip_qkv": 0.1},),
     "PhiForCausalLM": ({"qk_layernorm": True},),
+    "Qwen2MoeForCausalLM": (SPARSE,),
+    "Qwen3MoeForCausalLM": (SPARSE,),
     "Qwen2ForCausalLM": ({"use_sliding_window": True, "max_window_layers": 1},),
+    "SeedOssForCausalLM": (DROPOUT,),
+    "Starcoder2ForCausalLM": (DROPOUT,),
+    "XGLMForCausalLM": (DROPOUT,),
     "StableLmForCausalLM": ({"qk_layernorm": True}, {"use_parallel_residual": True}),
 }
 """Options that published models of a class have and its defaults leave off; each is a subject of its own."""
@@ -156,7 +172,8 @@ def subject_of(name: str) -> Subject:
     if not bracket or f"{bracket}{options}" in (TEXT, CLASSIFIER):
         return subject
     assert subject.kind is not None
-    return replace(subject, config=subject.kind.config_class(**variants(name)[bracket + options]))
+    given = variants(name)[bracket + options]
+    return replace(subject, config=without_dropout(subject.kind.config_class(**given), kept=given))
 
 
 def run_unsplit(model: Any, is_classifier: bool = False) -> None:

@@ -125,7 +125,7 @@ def _prove_here(subject: Subject, config: HelixConfig) -> Proof:
         model = on_all_ranks(lambda: subject.build(config))
     except Exception as error:
         return _failed(subject, config, error)
-    return prove(model, config, mesh)
+    return prove(model, config, mesh, uncovered=subject.uncovered(model))
 
 
 def _failed(subject: Subject, config: HelixConfig, error: Exception) -> Proof:
@@ -262,7 +262,8 @@ def _prove_as_rank(
     for module in imports:
         importlib.import_module(module)
     if world == 1:
-        return prove(subject.build(config), config, mesh_of(HelixConfig(), "cpu"))
+        model = subject.build(config)
+        return prove(model, config, mesh_of(HelixConfig(), "cpu"), uncovered=subject.uncovered(model))
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     proof = _prove_here(subject, config)
     forget_meshes()

@@ -49,6 +49,10 @@ class ClusterCommand(Command):
     show: str | None = option(None, "print a file that hf_helix brings, such as h100x8")
     link: str | None = config_option("link")
 
+    def check_values(self) -> None:
+        if not self.list and self.show is None:  # nothing is written then
+            super().check_values()
+
     def run(self) -> None:
         """Measure, in processes started by a launcher, or here by torchrun."""
         if self.list:
@@ -66,8 +70,6 @@ class ClusterCommand(Command):
         import torch
 
         count = self.processes or torch.cuda.device_count() or CPU_PROCESSES
-        if count < 1:
-            raise ValueError(f"--processes {count}: at least one must run, such as --processes 2")
         start(replace(self, processes=None).words(), count)
 
     def _measure(self) -> None:

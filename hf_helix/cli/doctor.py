@@ -73,7 +73,6 @@ class DoctorCommand(OnCluster):
         from hf_helix.models.registry import family_of
 
         tokens = parse_count(self.batch_tokens)
-        self.check("top", "sequence_length")
         cluster = self.scaled_cluster()
         simulated = self.simulated_model(cluster)
         base = base_of(simulated.model)

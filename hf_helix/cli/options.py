@@ -35,6 +35,12 @@ if TYPE_CHECKING:
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
+COUNTS = ("batch_size", "microbatches", "sequence_length", "top", "width", "pp", "layers", "processes")
+"""Options of commands that count something, and so are 1 or more; besides, all whose names end with `_size`."""
+
+OUTPUTS = ("output", "html", "trace", "write")
+"""Options of commands with the path of a file that is written."""
+
 VALUES = {
     "schedule": f": {', '.join(SCHEDULES)}, or the path of a file of actions",
     "expert_capacity_factor": "; left out, none is dropped",
@@ -90,7 +96,9 @@ class Command:
         names, hints = [each.name for each in fields(cls)], get_type_hints(cls)
 
         def run(given: argparse.Namespace) -> None:
-            cls(**{name: getattr(given, name) for name in names}).run()
+            command = cls(**{name: getattr(given, name) for name in names})
+            command.check_values()
+            command.run()
 
         parser = commands.add_parser(
             cls._word(),
@@ -104,6 +112,15 @@ class Command:
             arguments = {**_taking(hints[each.name]), **each.metadata}
             prefix = "" if arguments.pop("positional", False) else "--"
             parser.add_argument(prefix + each.name, **arguments)
+
+    def check_values(self) -> None:
+        """Raises ValueError where a count is below 1, or a file cannot be written."""
+        for name, value in vars(self).items():
+            is_count = name in COUNTS or name.endswith("_size")
+            if is_count and isinstance(value, int) and value < 1:
+                raise ValueError(f"--{name} {value}: give 1 or more")
+            if name in OUTPUTS and isinstance(value, Path):
+                check_output(name, value)
 
     def of_config(self) -> dict[str, Any]:
         """Returns the options of `HelixConfig`."""
@@ -147,6 +164,17 @@ def _taking(hint: Any) -> dict[str, Any]:
     if kind is bool:
         return {"action": "store_true"}
     return {"nargs": "+", "type": get_args(kind)[0]} if get_origin(kind) is list else {"type": kind}
+
+
+def check_output(name: str, path: Path) -> None:
+    """Raises ValueError where a file cannot be written; `name` is the option with its path."""
+    folder = path.parent
+    if path.is_dir():
+        raise ValueError(f"--{name} {path} is a folder; give a file, such as {path / 'result'}")
+    if not folder.is_dir():
+        raise ValueError(f"--{name} {path}: there is no folder {folder}; make it, or give a file in another folder")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"--{name} {path} cannot be written; give a file in a folder of yours, such as {Path.home()}")
 
 
 # -- work of several commands ----------------------------------------------------------------------------------------

@@ -56,7 +56,16 @@ class ProfileCommand(Command):
         if "WORLD_SIZE" in os.environ:
             self._measure()
         else:
+            self._check_model()
             start(self.words(), self.tp_size * self.pp_size * self.cp_size * self.ep_size)
+
+    def _check_model(self) -> None:
+        """Raises ValueError where the model cannot be cut like this."""
+        from hf_helix.doctor.simulated import check_cut, kinds_of
+        from hf_helix.engine.synthetic import model_on_meta
+
+        model = model_on_meta(self.model)
+        check_cut(model, kinds_of(model), HelixConfig(**self.of_config()))
 
     def _measure(self) -> None:
         """The measurement, in each of the processes."""

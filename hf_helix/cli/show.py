@@ -9,6 +9,7 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from hf_helix.cli.options import Command, argument, configuration_file, made_for, option, read_profile, schedule_for
@@ -73,6 +74,13 @@ class ShowCommand(Command):
     weight: float = option(1.0, "time of a layer's weight gradients (W)")
     transfer: float = option(0.0, "time from a rank to the next")
     gain: float = option(1.0, "how many times faster forward and backward are side by side than in turn")
+
+    def check_values(self) -> None:
+        super().check_values()
+        for name in TIMES:
+            value, least = getattr(self, name), "0 or more" if name == "transfer" else "more than 0"
+            if not (value > 0 or (value == 0 and name == "transfer")) or value == inf:
+                raise ValueError(f"--{name} {value:g}: give {least}, such as --{name} 1")
 
     def run(self) -> None:
         """Text, or a page where `--html` is given."""
@@ -162,8 +170,6 @@ class ShowCommand(Command):
             print(title, text_strips(shown, self.width), sep="\n")
 
     def _show_schedule(self, name: str) -> None:
-        if self.pp < 1:
-            raise ValueError(f"--pp {self.pp} must be at least 1, such as --pp 4")
         if name == "all":
             if self.html is not None:
                 raise ValueError("--schedule all is a table; for a page name one schedule, such as --schedule auto")

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from hf_helix.doctor.step import Step
 
 ALL = "all"
-SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
 
 
 @dataclass(kw_only=True)
@@ -138,12 +137,10 @@ class OnCluster(Command):
         )
         print(f"a page of it: {self.html}")
 
-    def check(self, *counts: str) -> None:
-        """Raises ValueError where a count is below 1, experts would get less than the mean, both options set the rows
-        of experts, or states would take less than nothing."""
-        for name in counts:
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} {getattr(self, name)}: give 1 or more")
+    def check_values(self) -> None:
+        """Also raises ValueError where experts would get less than the mean, both options set the rows of experts, or
+        states would take less than nothing."""
+        super().check_values()
         imbalance, capacity = self.imbalance, self.expert_capacity_factor
         if not 1 <= imbalance < inf:
             raise ValueError(f"--imbalance {imbalance:g}: give 1 or more, such as 1.3 for 1.3 times the mean")
@@ -209,7 +206,6 @@ class SimulateCommand(OnCluster):
             )
 
     def _case(self, cluster: Cluster) -> Case:
-        self.check(*SIZES, "batch_size", "microbatches", "sequence_length")
         ranks = self.tp_size * self.pp_size * self.cp_size
         if cluster.devices % ranks:
             raise ValueError(

@@ -28,7 +28,7 @@ from hf_helix.doctor.amounts.amounts import (
     of_slices_alone,
     simulated_mesh,
 )
-from hf_helix.doctor.amounts.meter import Meter, Transfer, meta_as
+from hf_helix.doctor.amounts.meter import LargestPosition, Meter, Transfer, meta_as
 from hf_helix.doctor.case import Case
 from hf_helix.doctor.estimate import inter_node_axes
 from hf_helix.engine.build import declare
@@ -240,7 +240,9 @@ def amounts_of(
         scale = LossScale(torch.ones((), device=META))
         window = WindowMaker(base, mesh).microbatch({"input_ids": ids, "labels": ids}, scale, (0, 0))
         towers = kinds.family.towers
-        side = {**window.prepare(), **({IMAGES: towers.sample(images)} if towers is not None and images else {})}
+        with LargestPosition():
+            side = window.prepare()
+        side = {**side, **({IMAGES: towers.sample(images)} if towers is not None and images else {})}
         window = replace(window, prepare=lambda: side)
         handed_on = sum(value.nbytes for value in make_buffers(side))
         dtype = autocast_dtype or base.dtype

@@ -11,13 +11,12 @@ from os import PathLike
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.build import RunOptions, declare, start_runner
 from hf_helix.engine.microbatches import LossScale, WindowMaker
 from hf_helix.engine.recompute import modes_of
-from hf_helix.models.causal_lm import build_language_model
+from hf_helix.models.causal_lm import build_language_model, read_config
 from hf_helix.models.registry import family_of
 from hf_helix.runtime.distributed.mesh import Mesh, mesh_of
 from hf_helix.runtime.microbatch import MicroBatch
@@ -27,9 +26,15 @@ from hf_helix.tuning.cache import fingerprint
 def model_on_meta(model_config: Any, dtype: torch.dtype = torch.float32) -> Any:
     """Returns a model on the meta device in training mode, of a Transformers configuration or its path."""
     if isinstance(model_config, (str, PathLike)):
-        model_config = AutoConfig.from_pretrained(model_config)
-    with torch.device("meta"):
-        return build_language_model(model_config, dtype=dtype).train()
+        model_config = read_config(model_config)
+    try:
+        with torch.device("meta"):
+            return build_language_model(model_config, dtype=dtype).train()
+    except ValueError:
+        raise
+    except Exception as error:  # of the class: sizes that do not fit, or a package that is missing
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"no model can be made of the {type(model_config).__name__} ({reason})") from error
 
 
 def adapted_on_meta(model_config: Any, rank: int, target_modules: str, dtype: torch.dtype = torch.float32) -> Any:

@@ -1,19 +1,23 @@
 """Causal language models: recognises the classes of Transformers, and refuses all others.
 
-In:   the name of a class, or a model.
-Out:  nothing, the model of a configuration, or an error with the class to use.
-Must hold: a model without a next-token head, or with a loss other than next-token loss, is refused before anything is
-derived from the model.
+In:   the name of a class, a model, or a folder with a configuration.
+Out:  nothing, the configuration, the model of a configuration, or an error with the class to use.
+Must hold: code that a folder brings is neither run nor asked for. A model without a next-token head, or with a loss
+other than next-token loss, is refused before anything is derived from the model.
 """
 
+from collections.abc import Mapping
+from os import PathLike
 from typing import Any
 
 import transformers
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    PretrainedConfig,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -93,6 +97,61 @@ def check_head(model: Any) -> None:
         raise ValueError(f"{name} has no language-model head: {_advice(type(model.config))}")
     if not has_causal_head(model):
         check_causal_lm_class(name, text_part(model))
+
+
+def read_config(path: str | PathLike[str]) -> PretrainedConfig:
+    """Returns the configuration of a folder or file by the classes of Transformers; custom code is left out.
+
+    Raises:
+        ValueError: Transformers has no class for it; names the `model_type` of the class that its model has, if any.
+    """
+    values, _ = PretrainedConfig.get_config_dict(path)
+    model_type, name = values.get("model_type"), next(iter(values.get("architectures") or ()), "")
+    if model_type not in CONFIG_MAPPING:
+        known = [each for each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in _classes_of(each)]
+        instead = (
+            f'its class {name} has model_type {known[0]!r}: write "model_type": "{known[0]}" into a copy of it'
+            if known
+            else "give a model that your script has made to hf_helix.testing.check_family(model)"
+        )
+        raise ValueError(
+            f"{path}: Transformers {transformers.__version__} has no class for model_type {model_type!r}, and code in "
+            f"a folder is never run here; {instead}"
+        )
+    values.pop("auto_map", None)
+    _check_sizes(values, path)
+    try:
+        config = CONFIG_MAPPING[model_type].from_dict(values)
+    except Exception as error:  # of a check of the class, each of its own kind
+        raise ValueError(f"{path}: {' '.join(str(error).split())}; correct its values") from error
+    _check_possible(config.get_text_config(), path)
+    return config
+
+
+SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads")
+
+
+def _check_sizes(values: Mapping[str, Any], path: Any) -> None:
+    """Raises ValueError for sizes below 1."""
+    for name in SIZES:
+        if isinstance(value := values.get(name), int) and value < 1:
+            raise ValueError(f"{path}: {name}={value}, and no model has fewer than 1; correct it")
+
+
+def _check_possible(config: PretrainedConfig, path: Any) -> None:
+    """Raises ValueError for sizes that no model has."""
+    for layer in {id(layer): layer for layer in layer_configs(config)}.values() or (config,):
+        _check_sizes({name: getattr(layer, name, None) for name in SIZES}, path)
+        heads, keys = (getattr(layer, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+        if isinstance(heads, int) and isinstance(keys, int) and heads % keys:
+            raise ValueError(f"{path}: num_key_value_heads={keys} must divide num_attention_heads={heads}; correct it")
+
+
+def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """Returns the configuration of every decoder layer: one for all, unless layers have values of their own."""
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config] * (getattr(config, "num_hidden_layers", None) or 1)
 
 
 def build_causal_lm(config: Any, **options: Any) -> Any:

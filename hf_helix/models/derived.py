@@ -23,7 +23,7 @@ from torch.fx import Node
 
 from hf_helix.models.alike import description
 from hf_helix.models.batch_inputs import SequenceCut, form_of
-from hf_helix.models.causal_lm import has_towers, text_part
+from hf_helix.models.causal_lm import has_towers, layer_configs, text_part
 from hf_helix.models.family import Family, check_cuts
 from hf_helix.models.graph.attention import causal_masks
 from hf_helix.models.graph.balance import BALANCE, Balance, add_part, balance_of, balance_side_inputs, routers_of
@@ -89,7 +89,8 @@ class DerivedFamily(Family):
     def __init__(self, base: Any) -> None:
         self.model_class = type(base).__name__
         self.traced = {id(module): forward_of(module) for module in base.modules()}
-        self._width = base.get_input_embeddings().weight.shape[1]
+        width = getattr(base.config.get_text_config(), "hidden_size", None)
+        self._width = width if isinstance(width, int) else base.get_input_embeddings().weight.shape[1]
         self._num_positions = getattr(base.config.get_text_config(), "max_position_embeddings", None) or 0
         with refusing(base):
             if has_towers(base) and not has_stock_loss(base):
@@ -396,16 +397,15 @@ class DerivedFamily(Family):
 
     def check(self, config: Any, tp_size: int) -> None:
         config = config.get_text_config()
-        heads = {
-            words: getattr(config, name)
-            for name, words in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads"))
-            if isinstance(getattr(config, name, None), int)
-        }
-        keys = heads.get("key-value heads", tp_size)
-        if keys < tp_size and tp_size % keys == 0:
-            del heads["key-value heads"]  # ranks share them
-        if heads:
-            check_cuts(tp_size, heads, {"vocab_size": config.vocab_size})
+        names = (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads"))
+        counts = [tuple(getattr(layer, name, None) for name, _ in names) for layer in layer_configs(config)]
+        for of_layer in dict.fromkeys(counts):
+            heads = {words: count for count, (_, words) in zip(of_layer, names, strict=True) if isinstance(count, int)}
+            keys = heads.get("key-value heads", tp_size)
+            if keys < tp_size and tp_size % keys == 0:
+                del heads["key-value heads"]  # ranks share them
+            if heads:
+                check_cuts(tp_size, heads, {"vocab_size": config.vocab_size})
 
     def check_experts(self, model: Any, sharing: ParallelContext) -> None:
         counts = self._expert_counts()

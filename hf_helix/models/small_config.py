@@ -1,12 +1,12 @@
 """Small configurations: a model of the same class that a test can run in a second.
 
 In:   a Transformers configuration of any size, or the name of a causal-LM class.
-Out:  a copy with few and narrow layers, a small vocabulary and no dropout.
-Must hold: all distinctions of the class stay: every kind of layer, grouped heads, windows, ropes, caps, multipliers,
-groups of experts, biases. Every size shared by ranks divides by two.
+Out:  a copy with narrow layers, few if asked, and a small vocabulary; of a class, without dropout.
+Must hold: all distinctions stay: every kind of layer, grouped heads and single heads, windows, ropes, caps,
+multipliers, groups of experts, biases, dropout. Every size shared by ranks divides by two, but a single key-value head.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import transformers
@@ -69,23 +69,23 @@ OPEN: dict[str, Values] = {
 SMALL: dict[str, Values] = {
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}},
     "dots3_note_text": {"head_dim": 24},
-    "ernie4_5_moe": {"moe_layer_end_index": -1},
     "falcon_h1": {"mamba_d_head": 16},
-    "hrm_text": {"num_hidden_layers": 2, "num_layers_per_stack": None},
-    "longcat_flash": {"num_layers": 2, "num_hidden_layers": 4},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "mistral4": {"qk_nope_head_dim": 8, "qk_head_dim": 16, "head_dim": 16},
-    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {"axial_pos_embds": False},
-    "zamba": {
-        "num_hidden_layers": 4,
-        "layers_block_type": ["linear_attention", "hybrid"] * 2,
-        "attention_hidden_size": 128,
-        "attention_head_dim": 32,
-    },
+    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},
     "zamba2": {"attention_hidden_size": 128},
 }
-"""Values of the small configuration."""
+"""Sizes of the small configuration."""
+
+FEW: dict[str, Values] = {
+    "ernie4_5_moe": {"moe_layer_end_index": -1},
+    "hrm_text": {"num_hidden_layers": 2, "num_layers_per_stack": None},
+    "longcat_flash": {"num_layers": 2, "num_hidden_layers": 4},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+}
+"""Fields of the few layers of the small configuration."""
 
 
 VOCABULARY = 128
@@ -97,10 +97,9 @@ ROTARY_SIZE = 8
 SOFT_CAP = 5.0  # larger soft caps are lowered to this one: they would change nothing in a small model
 SIZES = {
     VOCABULARY: "max_position_embeddings max_seq_len mamba_d_ssm encoder_hash_byte_group_vocab",
-    HIDDEN: "hidden_size attention_hidden_size embedding_size word_embed_proj_dim backbone_hidden_size lru_width "
-    "input_embedding_size output_embedding_size embedding_dim pronunciation_embed_dim shape_embed_dim output_channels "
-    "ext_pw_out_channel depthwise_separable_out_channel nemo_conv_channels image_size crop_size hidden_size_global "
-    "out_hidden_size text_hidden_size audio_hidden_size",
+    HIDDEN: "hidden_size attention_hidden_size backbone_hidden_size lru_width embedding_dim pronunciation_embed_dim "
+    "shape_embed_dim output_channels ext_pw_out_channel depthwise_separable_out_channel nemo_conv_channels image_size "
+    "crop_size hidden_size_global out_hidden_size text_hidden_size audio_hidden_size",
     96: "intermediate_size intermediate_size_mlp dense_intermediate_size prefix_dense_intermediate_size ffn_dim "
     "encoder_ffn_dim decoder_ffn_dim ffn_hidden_size n_inner dff dim_ff feed_forward_size d_inner mlp_dim",
     32: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size "
@@ -122,6 +121,12 @@ SIZES = {
 }
 SIZE_OF = {name: size for size, names in SIZES.items() for name in names.split()}
 
+EMBEDDINGS = ("embedding_size", "word_embed_proj_dim", "input_embedding_size", "output_embedding_size")
+"""Widths of embeddings, which projections join to another width of the layers."""
+
+INNER_HEADS = {"mamba_n_heads": ("mamba_d_head", "mamba_expand")}
+"""Fields of a number of heads that together are as wide as the expanded layer: the size of a head, and the factor."""
+
 QUERY_HEADS = {
     "num_key_value_heads": "num_attention_heads",
     "num_kv_heads": "num_attention_heads",
@@ -142,18 +147,26 @@ def small_value(name: str, standard: str, value: Any, given: Mapping[str, Any]) 
         return {layer: _small_changes(changes, given) for layer, changes in value.items()}
     if not isinstance(value, int | float):
         return value
-    if "dropout" in name or name.endswith(("pdrop", "layerdrop", "dropout_prob", "jitter_noise")):
-        return type(value)(0)
     if "softcap" in name or "soft_cap" in name:
         return min(value, SOFT_CAP)
     if name in QUERY_HEADS:
-        return HEADS if value == given.get(QUERY_HEADS[name]) else GROUPED_HEADS
+        return _small_keys(value, given.get(QUERY_HEADS[name]))
+    if name in EMBEDDINGS and isinstance(value, int):
+        return min(value, HIDDEN if value == given.get("hidden_size") else HIDDEN // 2)
     if name in HEAD_DIMS and isinstance(value, int):
         return _small_head(value, given)
     if "vocab_size" in name:
         return VOCABULARY
     size = SIZE_OF.get(name, SIZE_OF.get(standard))
     return value if size is None or not isinstance(value, int) else min(size, value)
+
+
+def _small_keys(value: float, heads: Any) -> int:
+    """Returns the number of key-value heads: as many as there are heads, some for several heads each, or one."""
+    most = min(HEADS, heads) if isinstance(heads, int) else HEADS
+    if value == 1 or value == heads:
+        return 1 if value == 1 else most
+    return min(GROUPED_HEADS, most)
 
 
 def _small_head(value: int, given: Mapping[str, Any]) -> int:
@@ -207,7 +220,8 @@ COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers")  # values
 # how many layers at the start, or at the end, are of another kind
 FIRST = ("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe_layer_start_index", "num_hash_layers")
 LAST = ("num_kv_shared_layers",)
-PLACES = ("mlp_only_layers", "full_attn_idxs", "moe_layers", "hybrid_layer_ids", "local_layer_ids", "ple_layer_ids")
+PLACES = {"mlp_only_layers", "full_attn_idxs", "moe_layers", "hybrid_layer_ids", "local_layer_ids", "ple_layer_ids"}
+PLACES |= {"attn_layer_indices"}
 """Values that list the layers of a kind."""
 
 PERIODS = {"attn_layer_period", "expert_layer_period", "decoder_sparse_step", "global_attn_every_n_layers"}
@@ -221,6 +235,15 @@ OFFSETS = {"attn_layer_period": "attn_layer_offset", "expert_layer_period": "exp
 Features = list[Any]  # what a field says of each layer
 
 
+def _listed(values: Values, count: int) -> Values:
+    """Returns values that list the dense layers of a mixture, where a field says that every n-th layer is sparse."""
+    step, dense = values.get("decoder_sparse_step"), values.get("mlp_only_layers")
+    if not isinstance(step, int) or step < 2 or not isinstance(dense, list):
+        return values
+    places = [layer for layer in range(count) if layer in dense or (layer + 1) % step]
+    return {**values, "decoder_sparse_step": 1, "mlp_only_layers": places}
+
+
 def shorten(given: Mapping[str, Any], standard: Mapping[str, str], fewest: int = FEWEST) -> Values:
     """Returns the fields of a configuration with few layers."""
     values = dict(given)
@@ -228,6 +251,7 @@ def shorten(given: Mapping[str, Any], standard: Mapping[str, str], fewest: int =
     if not counts:
         return values
     count = values[counts[0]]
+    values = _listed(values, count)
     said = {name: features for name, value in values.items() if (features := _features(name, value, count))}
     kinds = list(zip(*([str(each) for each in features] for features in said.values()), strict=True))
     kept = _kept(kinds, count, fewest)
@@ -299,7 +323,7 @@ def default_config(class_name: str, fewest_layers: int = FEWEST) -> PretrainedCo
             f"{class_name} is not a model class of Transformers {transformers.__version__}; give the name of a "
             "causal-LM class, such as LlamaForCausalLM"
         )
-    config = kind(**_left_open(kind))
+    config = without_dropout(kind(**_left_open(kind)))
     for name, value in config.to_dict().items():
         if value == 1.0 and isinstance(value, float) and _is_multiplier(name):
             setattr(config, name, MULTIPLIER)
@@ -314,21 +338,42 @@ def _left_open(kind: type[PretrainedConfig]) -> Values:
     return {**{name: values for name, values in parts.items() if values}, **OPEN.get(kind.model_type, {})}
 
 
+def without_dropout(config: PretrainedConfig, kept: Collection[str] = ()) -> PretrainedConfig:
+    """Returns a configuration, changed so that nothing is drawn in training; the fields of `kept` stay."""
+    for name, value in config.to_dict().items():
+        if _is_dropout(name) and isinstance(value, int | float) and value and name not in kept:
+            setattr(config, name, type(value)(0))
+    for name in config.sub_configs:
+        if isinstance(part := getattr(config, name, None), PretrainedConfig):
+            without_dropout(part, kept)
+    return config
+
+
+def _is_dropout(name: str) -> bool:
+    """Returns whether a field is the rate of what is drawn in training."""
+    return "dropout" in name or name.endswith(("pdrop", "layerdrop", "dropout_prob", "jitter_noise"))
+
+
 def _is_multiplier(name: str) -> bool:
     """Returns whether a field scales activations; scores of attention are left to their own scale."""
     return name.endswith(("multiplier", "logits_scaling", "routed_scaling_factor"))
 
 
-def small_config(config: PretrainedConfig, fewest_layers: int = FEWEST) -> PretrainedConfig:
-    """Returns a small configuration of the same class; the given configuration does not change."""
+def small_config(config: PretrainedConfig, fewest_layers: int | None = FEWEST) -> PretrainedConfig:
+    """Returns a small configuration of the same class with one layer of each kind, and at least `fewest_layers`; None
+    for all layers. The given configuration does not change."""
     given = config.to_dict()
-    standard = {name: word for word, name in (config.attribute_map or {}).items()}
-    values = shorten(given, standard, fewest_layers)
+    standard: dict[str, str] = {name: word for word, name in (config.attribute_map or {}).items()}
+    values = dict(given) if fewest_layers is None else shorten(given, standard, fewest_layers)
     for name, value in values.items():
         values[name] = small_value(name, standard.get(name, name), value, given)
     _make_experts_few(values)
     _bring_token_ids_in_range(values)
     values.update(SMALL.get(config.model_type, {}))
+    if fewest_layers is not None:
+        values.update(FEW.get(config.model_type, {}))
+    _fit_inner_heads(values)
+    _keep_keys_apart(values, given)
     rotary = values.get("head_dim") or HEAD_SIZE
     for name in ("rope_parameters", "rope_scaling"):
         if name in values:
@@ -343,11 +388,27 @@ def small_config(config: PretrainedConfig, fewest_layers: int = FEWEST) -> Pretr
     return small
 
 
+def _fit_inner_heads(values: Values) -> None:
+    """Gives the heads of a recurrence the number that fits their small size."""
+    for name, (size, factor) in INNER_HEADS.items():
+        if all(isinstance(values.get(each), int) and values[each] for each in (name, size, factor)):
+            values[name] = max(1, values[factor] * values["hidden_size"] // values[size])
+
+
+def _keep_keys_apart(values: Values, given: Mapping[str, Any]) -> None:
+    """Gives layers more key-value heads than those layers that have fewer than usual."""
+    changes = given.get("per_layer_config") or {}
+    for name, heads in QUERY_HEADS.items():
+        usual = given.get(name)
+        if isinstance(usual, int) and any(layer.get(name, usual) < usual for layer in changes.values()):
+            values[name] = min(HEADS, values[heads])
+
+
 def _make_experts_few(values: Values) -> None:
     """Leaves four experts, eight where tokens choose groups first."""
     grouped = any((values.get(name) or 1) > 1 for name in GROUP_COUNTS)
     for name in EXPERT_COUNTS:
-        if isinstance(values.get(name), int) and values[name] > 0:
+        if isinstance(values.get(name), int) and values[name] > 1:  # a single one is a dense layer
             values[name] = EXPERTS_IN_GROUPS if grouped else EXPERTS
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_helix.models.causal_lm import has_towers
+from hf_helix.models.causal_lm import has_towers, layer_configs
 from hf_helix.models.four_bit import matrix_sizes
 from hf_helix.models.graph.experts import is_experts
 
@@ -33,6 +33,9 @@ PEAKS = {
     "V100": 125.0,
 }
 
+
+CHOICES = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k", "moe_top_k")
+"""Fields of configurations with the number of experts that a token meets, or with a number for each layer."""
 
 WITHOUT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent", "moe", "mlp")
 """What `config.layer_types` calls layers without attention."""
@@ -56,7 +59,7 @@ class TokenFlops:
 
 def token_flops(model: Any) -> TokenFlops:
     """Returns the work of a token in a decoder model, before the model is cut: 6 per weight that a token meets, 4 per
-    frozen weight, and 12 per head dimension and position. A token meets `num_experts_per_tok` experts of a mixture. The
+    frozen weight, and 12 per head dimension and position. A token meets some experts of a mixture, see `CHOICES`. The
     states of recurrent layers are not counted, since their work is small against their projections', nor is the
     work of towers, which depends on the images of a batch."""
     config = model.config.get_text_config()
@@ -70,12 +73,20 @@ def token_flops(model: Any) -> TokenFlops:
     weights = sizes.keys() - unused
     linear = 0.0
     for weight in weights | ({head.weight} if head is not None else set()):
-        share = config.num_experts_per_tok / len(weight) if weight in experts else 1.0
+        share = _num_chosen(config) / len(weight) if weight in experts else 1.0
         linear += sizes[weight] * share * (6.0 if weight.requires_grad else 4.0)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * len(kinds)
-    widths = (_width(layer) for layer, kind in zip(layers, kinds, strict=True) if kind not in WITHOUT_ATTENTION)
+    layers = zip(layer_configs(config), kinds, strict=True)
+    widths = (_width(layer) for layer, kind in layers if kind not in WITHOUT_ATTENTION)
     return TokenFlops(linear, 12.0 * sum(widths))
+
+
+def _num_chosen(config: Any) -> float:
+    """Returns the number of experts that a token meets in a layer; the mean of layers that differ."""
+    chosen = next((value for name in CHOICES if (value := getattr(config, name, None)) is not None), None)
+    if chosen is None:
+        raise ValueError(f"{type(config).__name__} has none of {', '.join(CHOICES)}, the number of experts of a token")
+    return float(sum(chosen) / len(chosen)) if isinstance(chosen, list) else float(chosen)
 
 
 def _width(config: Any) -> int:

@@ -134,6 +134,17 @@ def _twin(result: Any) -> Any:
     return None if result is None else type(result)(map(_twin, result))
 
 
+class LargestPosition(TorchFunctionMode):
+    """Gives the largest of the positions [..., length] on the meta device as a number of the host: ropes for long
+    contexts ask for its value."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        of_all = func in (torch.max, Tensor.max, torch.amax, Tensor.amax) and len(args) == 1 and not kwargs
+        if of_all and args[0].is_meta and not args[0].is_floating_point():
+            return torch.tensor(args[0].shape[-1] - 1)
+        return func(*args, **(kwargs or {}))
+
+
 aten = torch.ops.aten
 
 MATMUL, ATTENTION, OTHER = "matmul", "attention", "other"

@@ -253,7 +253,9 @@ def prove_on_first_use(model: Any, config: HelixConfig, mesh: Mesh) -> None:
     derived = "derived from the model; " * family.needs_proof
     say(
         f"{proof.model}: {derived}equal to the unsplit model at {proof.layout} ({about_time(proof.seconds)})"
-        + f"; on a small model, {proof.float8}" * bool(proof.float8)
+        + "".join(
+            f"; {text}" for text in (proof.coverage, proof.float8 and f"on a small model, {proof.float8}") if text
+        )
     )
 
 
@@ -273,15 +275,17 @@ def _prove(model: Any, config: HelixConfig, mesh: Mesh) -> Proof:
     )
     if mesh.link is not None:  # an emulated link would only take time
         mesh = mesh_of(replace(config, link=None), mesh.device)
-    small = on_all_ranks(lambda: _small(model, options))
-    return prove(small, options, mesh)
+    small, uncovered = on_all_ranks(lambda: _small(model, options))
+    return prove(small, options, mesh, uncovered=uncovered)
 
 
-def _small(model: Any, options: HelixConfig) -> Any:
-    """A small model of the same class, with the same patches."""
-    small = Subject(model.config, type(model)).build(options)
+def _small(model: Any, options: HelixConfig) -> tuple[Any, tuple[str, ...]]:
+    """A small model of the same class, with the same patches, and the parts of the model that it lacks."""
+    subject = Subject(model.config, type(model))
+    small = subject.build(options)
+    uncovered = subject.uncovered(small)
     carry_patches(model, small)
-    return small
+    return small, uncovered
 
 
 def _advice(proof: Proof) -> str:

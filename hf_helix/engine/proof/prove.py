@@ -2,8 +2,9 @@
 
 In:   a configuration, the name of a class, or a model; a layout, and a mesh of the layout.
 Out:  a small model in fp32 with random weights, the same in every process; a `Proof`, equal on all ranks.
-Must hold: the cut model runs the engine's own way: declared, cut, planned and run as in training. The given model and
-the random state of the process are as before. A failure on a rank before ranks communicate is a failure on all ranks; a
+Must hold: the cut model runs the engine's own way: declared, cut, planned and run as in training. A small model has
+every kind of part of the model that it stands for, or the proof names what it lacks. The given model and the random
+state of the process are as before. A failure on a rank before ranks communicate is a failure on all ranks; a
 failure in the middle of a window is raised, so that the rank ends.
 """
 
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from hf_helix.checkpoint.cut_parameters import full_parameter
 from hf_helix.config import HelixConfig
@@ -32,6 +33,7 @@ from hf_helix.engine.called_decoder import CalledDecoder
 from hf_helix.engine.evaluate import evaluate_batch
 from hf_helix.engine.float8 import use_float8
 from hf_helix.engine.microbatches import LossScale, WindowMaker
+from hf_helix.engine.proof.coverage import lacking, parts_of
 from hf_helix.engine.proof.reference import (
     ITEMS,
     KINDS,
@@ -52,7 +54,7 @@ from hf_helix.engine.proof.reference import (
 from hf_helix.engine.proof.verdict import ComparedWindow, Proof, compare, float8_error
 from hf_helix.engine.recompute import modes_of
 from hf_helix.models.batch_inputs import LOSS_ALONE
-from hf_helix.models.causal_lm import build_causal_lm, check_causal_lm_class, classifier_classes
+from hf_helix.models.causal_lm import build_causal_lm, check_causal_lm_class, classifier_classes, read_config
 from hf_helix.models.copies import copy_module
 from hf_helix.models.graph.context import LossTweaks
 from hf_helix.models.registry import family_of
@@ -112,36 +114,68 @@ class Subject:
                     f"{given} is a class, which has no sizes of its own; leave as_is out, or give a config"
                 )
             return cls(kind=getattr(transformers, str(given)))
-        return cls(AutoConfig.from_pretrained(given), as_is=as_is)
+        return cls(read_config(given), as_is=as_is)
 
     def build(self, config: HelixConfig | None = None) -> Any:
         """Returns the model for a layout; None for the smallest."""
         if self.model is not None:
             return copy_module(self.model).float()
-        layout = config or HelixConfig()
-        made = self._sized(layout)
-        if made._attn_implementation not in IMPLEMENTATIONS:
-            made._attn_implementation = None
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed generators of GPUs as well
-            if self.kind is not None:
-                return self.kind(made).float()
-            return build_causal_lm(made, dtype=torch.float32)
+        return self._made(self._sized(config or HelixConfig()))
 
     @property
     def name(self) -> str:
         """The name of the class, or of the configuration without a class."""
         return (self.kind or type(self.config if self.model is None else self.model)).__name__
 
+    def uncovered(self, small: nn.Module) -> tuple[str, ...]:
+        """Returns the parts of the configuration's own model that a small model lacks."""
+        return () if self.config is None or self.as_is else lacking(self._parts, small)
+
+    @functools.cached_property
+    def _parts(self) -> frozenset[tuple[str, str]]:
+        """The parts of the configuration's own model."""
+        with torch.device("meta"):
+            return parts_of(self._made(copy.deepcopy(self.config)))
+
+    def _made(self, config: Any) -> Any:
+        """The model of a configuration, with the same weights in every process."""
+        if config._attn_implementation not in IMPLEMENTATIONS:
+            config._attn_implementation = None
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed generators of GPUs as well
+            if self.kind is not None:
+                return self.kind(config).float()
+            return build_causal_lm(config, dtype=torch.float32)
+
     def _sized(self, layout: HelixConfig) -> PretrainedConfig:
-        """The configuration for a layout: a pipeline has two virtual stages a rank, each with a layer or more."""
+        """The configuration for a layout: a pipeline has two virtual stages a rank, each with a layer or more. Of a
+        pattern of layers that a few do not show, all layers stay."""
         if self.as_is and self.config is not None:
             return copy.deepcopy(self.config)
         layers = 2 * layout.pp_size if layout.pp_size > 1 else 2
-        if self.config is not None:
-            return _widened(small_config(self.config, layers), layout, self.config.get_text_config())
-        assert self.kind is not None
-        return _widened(default_config(self.kind.__name__, layers), layout)
+        if self.config is None:
+            assert self.kind is not None
+            return _widened(default_config(self.kind.__name__, layers), layout)
+        few, text = _made_small(self.config, layers), self.config.get_text_config()
+        with torch.device("meta"):
+            is_complete = not self.uncovered(self._made(copy.deepcopy(few)))
+        return _widened(few if is_complete else _made_small(self.config, None), layout, text)
+
+
+def _made_small(config: PretrainedConfig, layers: int | None) -> PretrainedConfig:
+    """A small configuration.
+
+    Raises:
+        ValueError: the class of the configuration takes no small sizes.
+    """
+    try:
+        return small_config(config, layers)
+    except Exception as error:  # of a check of the class, each of its own kind
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{type(config).__name__} takes no small sizes, with which a model would be compared ({reason}); give "
+            "hf_helix.testing.check_family(config, as_is=True) a configuration that is small already"
+        ) from error
 
 
 def is_class(given: str | Path) -> bool:
@@ -190,7 +224,9 @@ MIXED = "all kinds"
 SIZES = ("tp", "pp", "cp", "ep")
 
 
-def prove(model: Any, config: HelixConfig, mesh: Mesh, plans: Sequence[str] = PLANS) -> Proof:
+def prove(
+    model: Any, config: HelixConfig, mesh: Mesh, plans: Sequence[str] = PLANS, uncovered: tuple[str, ...] = ()
+) -> Proof:
     """Compares a cut model with the unsplit model: losses, every gradient by name, and logits. Collective.
 
     Args:
@@ -198,6 +234,7 @@ def prove(model: Any, config: HelixConfig, mesh: Mesh, plans: Sequence[str] = PL
         config: the options of the cut; the plan is not read.
         mesh: the mesh of ranks, of the sizes in `config`.
         plans: the rules of the plans, `sequential` first.
+        uncovered: the parts of the model in question that the small model lacks.
     """
     started = time.monotonic()
     about = type(model).__name__, describe(mesh.sizes)
@@ -210,7 +247,7 @@ def prove(model: Any, config: HelixConfig, mesh: Mesh, plans: Sequence[str] = PL
         except Exception as error:
             return Proof(*about, refusal=shared_reason(error))
         cases, float8 = ours.run(declared, plans)
-    return Proof(*about, cases=cases, float8=float8, seconds=time.monotonic() - started)
+    return Proof(*about, cases=cases, uncovered=uncovered, float8=float8, seconds=time.monotonic() - started)
 
 
 def describe(sizes: Mapping[str, int]) -> str:

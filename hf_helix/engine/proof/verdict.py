@@ -101,6 +101,7 @@ class Proof:
         refusal: the reason why the model cannot be cut; empty without a refusal.
         failure: the error of a rank; empty without an error.
         trace: the traceback of the error.
+        uncovered: the parts of the model that the compared small model lacks.
         float8: the error of fp8 against bf16, which has no bar, as a sentence; empty without `HelixConfig.float8`.
         seconds: the duration.
     """
@@ -111,6 +112,7 @@ class Proof:
     refusal: str = ""
     failure: str = ""
     trace: str = ""
+    uncovered: tuple[str, ...] = ()
     float8: str = ""
     seconds: float = field(default=0.0, compare=False)
 
@@ -127,9 +129,14 @@ class Proof:
         return "equal" if self.ok else "different"
 
     @property
+    def coverage(self) -> str:
+        """A sentence about the parts that were not compared; empty where all were."""
+        return f"not compared, as the small model has none: {', '.join(self.uncovered)}" if self.uncovered else ""
+
+    @property
     def lines(self) -> list[str]:
         """A line for each window, or the reason of a refusal, or the traceback of a failure."""
-        lines = [*map(str, self.cases), self.float8]
+        lines = [*map(str, self.cases), self.coverage, self.float8]
         return list(filter(None, [self.refusal, self.trace or self.failure] if not self.cases else lines))
 
     @property
@@ -145,7 +152,8 @@ class Proof:
             return f"{head}: {self.refusal or self.failure}"
         figures = _largest([difference for case in self.cases for difference in case.differences])
         names = f"; {first_names(self.wrong)}" if self.wrong else ""
-        return f"{head} ({figures}; {self.seconds:.0f} s){names}{'; ' * bool(self.float8)}{self.float8}"
+        more = "".join(f"; {text}" for text in (self.coverage, self.float8) if text)
+        return f"{head} ({figures}; {self.seconds:.0f} s){names}{more}"
 
 
 def _largest(differences: Sequence[Difference]) -> str:

@@ -111,7 +111,7 @@ class ValueNames:
         }
         parameters = segment.parameters(self.module)
         return {
-            "uses": [*segment.called(self.module), *(parameter for name, parameter in parameters if name not in cut)],
+            "uses": [*segment.read(self.module), *(parameter for name, parameter in parameters if name not in cut)],
             "cut": [(parameter, cut[name]) for name, parameter in parameters if name in cut],
         }
 

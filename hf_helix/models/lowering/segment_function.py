@@ -84,6 +84,10 @@ class SegmentFunction:
         """Returns the submodules that the function calls."""
         return [module.get_submodule(path) for path in self.modules]
 
+    def read(self, module: nn.Module) -> list[nn.Module]:
+        """Returns the submodules whose parameters the function reads; others only say whether values are dropped."""
+        return [module.get_submodule(path) for path in self.modules if path not in self.drops]
+
 
 class SegmentWriter:
     """Writes nodes of a trace into a new graph."""

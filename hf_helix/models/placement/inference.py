@@ -75,6 +75,9 @@ def _run_round(p: Placements) -> None:
             if node in p.decisions.gathered:
                 p.shares[node] = p.values[node]
                 p.values[node] = ValuePlacement(FULL, origins=p.values[node].origins)
+    logits = p.values.get(trace.result)
+    if p.hidden.where == FREE and logits is not None and logits.where == PARTIAL and logits.origins:
+        p.demote(logits.origins, trace.result)  # ranks share the vocabulary, not the features before the head
     _gather_early(p)
     _gather_once(p)
 
@@ -82,8 +85,10 @@ def _run_round(p: Placements) -> None:
 def _gather_early(p: Placements) -> None:
     """Moves the gather before operations on a shard whose results cannot lie between operators."""
     for node in reversed(p.trace.nodes):
-        placement = p.values.get(node)
-        if placement is None or placement.where != SHARD or p.trace.kind_of(node) or is_canonical(p.trace, node):
+        placement, kind = p.values.get(node), p.trace.kind_of(node)
+        if placement is None or placement.where != SHARD or is_canonical(p.trace, node):
+            continue
+        if kind not in (None, CallKind.NORM, CallKind.ELEMENTWISE):
             continue
         if any(user in p.values and p.values[user].where == FULL for user in node.users):
             p.values[node] = replace(placement, where=FULL)
@@ -136,7 +141,8 @@ def _linear(p: Placements, node: Node) -> ValuePlacement:
 def _norm(p: Placements, node: Node) -> ValuePlacement:
     given = p.of(args_of(node)[0])
     if given.dim is not None and given.dim == p.dims(node) - 1:
-        if p.feeds_attention(node) or p.follows_attention(node):
+        is_of_heads = p.dims(node) == 4  # of a single head then, whose features no rank needs a share of
+        if not is_of_heads and (p.feeds_attention(node) or p.follows_attention(node)):
             raise NeedsInlining(p.trace.path_of(node))
         p.demote(given.origins, node)
     return replace(given, where=where_reduced(given), start=None, expanded=None)
@@ -146,7 +152,11 @@ def _attention(p: Placements, node: Node) -> ValuePlacement:
     q, k, v, more = args_of(node)[:4]
     heads = [p.of(value) for value in (q, k, v)]
     shares = [value for value in heads if value.dim is not None]
-    if not shares and p.tp_size == 1:  # such as a single head of keys
+    if is_shared(p, k):  # keys and values are in full on every rank, and queries keep their share
+        alone = [value.origins for value in heads[1:] if value.dim is not None]
+        if alone:
+            p.demote(frozenset().union(*alone), node)
+    if not shares and p.tp_size == 1:
         return ValuePlacement(FULL, dim=2, blocks=(p.trace.shape(q)[1],))
     if not shares:
         raise Underivable(
@@ -175,9 +185,10 @@ def _place_mask(p: Placements, node: Node, mask: Node, heads: ValuePlacement) ->
 
 
 def is_shared(p: Placements, k: Node) -> bool:
-    """Returns whether several ranks share each key-value head: ranks then have all heads, and use one."""
+    """Returns whether several ranks share each key-value head: ranks then have all heads, and use one. So with the only
+    head of a single rank."""
     count = p.trace.shape(k)[1]
-    return count < p.tp_size and p.tp_size % count == 0
+    return (count < p.tp_size or count == 1) and p.tp_size % count == 0
 
 
 def _experts(p: Placements, node: Node) -> ValuePlacement:

@@ -13,7 +13,10 @@ rewrite is exact:
     new_empty, filled by copies into its slices -> cat
 """
 
+import contextlib
 import functools
+import io
+import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -456,7 +459,7 @@ def trace(
         open_dims += (tuple(dict.fromkeys(g.open, auto) for g in given),)
     try:
         mixers = mixers_as_operators(skeleton, opaque_calls)
-        with torch.no_grad(), opaque_calls.capturing(skeleton), mixers:
+        with torch.no_grad(), opaque_calls.capturing(skeleton), mixers, _without_logs():
             program = torch.export.export(
                 _Called(skeleton, call), (hidden, *examples), strict=False, dynamic_shapes=open_dims
             )
@@ -465,6 +468,18 @@ def trace(
     except Exception as error:
         raise refusal_of("torch.export cannot trace it", error) from error
     return _trace_of(program, opaque_calls, given)
+
+
+@contextlib.contextmanager
+def _without_logs() -> Iterator[None]:
+    """Returns the context in which torch says nothing of code that it cannot trace: the error has the reason."""
+    before = logging.root.manager.disable
+    logging.disable()
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
 
 
 def refusal_of(what: str, error: Exception) -> Underivable:

@@ -179,7 +179,8 @@ def load_schedule(path: str | Path, num_ranks: int, num_microbatches: int | None
         written_for = num_microbatches_of(schedule)
         validate(schedule, written_for, stage_ranks(placement_of(schedule), num_ranks))
     except ValueError as error:
-        raise ValueError(f"schedule file {path}: {error}") from error
+        reason = "it is no text" if isinstance(error, UnicodeDecodeError) else error
+        raise ValueError(f"schedule file {path}: {reason}") from error
     if num_microbatches is None:
         return schedule
     if written_for < num_microbatches:

@@ -11,11 +11,12 @@ import pytest
 import torch.distributed as dist
 from support.mistaken_families import FailsOnARank, ForgetsASum
 from support.models import made, tiny
-from transformers import LlamaConfig, MixtralConfig, Qwen3Config
+from transformers import AutoConfig, LlamaConfig, MixtralConfig, OPTConfig, Qwen3Config
 
 from hf_helix import HelixConfig
 from hf_helix.cli import main
 from hf_helix.engine.proof.prove import Subject
+from hf_helix.engine.proof.verdict import BARS, ComparedWindow, Difference, Proof
 from hf_helix.runtime.distributed import groups
 from hf_helix.runtime.distributed.mesh import forget_meshes
 from hf_helix.testing import check_family, prove_layouts
@@ -50,6 +51,37 @@ def test_a_rank_that_fails_ends_the_others() -> None:
 def test_a_refusal_of_what_was_asked_for() -> None:
     with pytest.raises(AssertionError, match="refused: ep_size is given, and LlamaForCausalLM has no experts"):
         check_family(tiny(num_hidden_layers=2), [{"ep_size": 2}])
+
+
+PATTERNS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("gemma3_text", {"num_attention_heads": 4, "num_key_value_heads": 1}),
+    (
+        "opt",
+        {"hidden_size": 1024, "num_attention_heads": 16, "word_embed_proj_dim": 512, "do_layer_norm_before": False},
+    ),
+    ("bamba", {"attn_layer_indices": [9, 18, 27]}),
+    ("qwen2_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3], "output_router_logits": True}),
+    ("gemma4_text", {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 2}),
+    ("starcoder2", {"attention_dropout": 0.1, "residual_dropout": 0.1, "embedding_dropout": 0.1}),
+)
+"""Patterns of published models that the defaults of their classes leave off."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "changes"), PATTERNS)
+def test_published_patterns(model_type: str, changes: dict[str, Any]) -> None:
+    (proof,) = check_family(AutoConfig.for_model(model_type, **changes), TP)
+    assert not proof.uncovered
+
+
+def test_parts_that_the_small_model_lacks_are_named() -> None:
+    subject = Subject.of(OPTConfig(hidden_size=1024, num_attention_heads=16, word_embed_proj_dim=512))
+    assert subject.uncovered(subject.build()) == ()
+    equal = Subject.of(OPTConfig(hidden_size=1024, num_attention_heads=16, word_embed_proj_dim=1024)).build()
+    assert subject.uncovered(equal) == ("model.decoder.project_in", "model.decoder.project_out")
+    window = ComparedWindow("rows", "greedy", tuple(Difference.of(kind, 0.0) for kind in BARS))
+    proof = Proof("OPTForCausalLM", "tp_size=2", (window,), uncovered=subject.uncovered(equal))
+    assert "small model has none: model.decoder.project_in, model.decoder.project_out" in str(proof)
 
 
 @pytest.mark.parametrize("tp_size", range(1, 9))

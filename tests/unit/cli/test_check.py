@@ -61,7 +61,11 @@ def test_sizes_of_a_folder_that_do_not_divide(tmp_path: Path, capsys: pytest.Cap
             ["--pp_size", "4"],
             "2 layers and pp_size=4 needs at least 8; the",
         ),
-        (MixtralConfig(**small, num_local_experts=6), ["--ep_size", "4"], "values that work for ep_size: 1, 2, 3, 6"),
+        (
+            MixtralConfig(**small, num_attention_heads=6, num_local_experts=6),
+            ["--ep_size", "4"],
+            "values that work for ep_size: 1, 2, 3, 6",
+        ),
     ):
         config.save_pretrained(tmp_path)
         with pytest.raises(SystemExit) as ended:

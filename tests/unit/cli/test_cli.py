@@ -230,7 +230,7 @@ def test_an_action_file_is_drawn(tmp_path: Path, capsys: Any) -> None:
         ((), "such as --schedule 1f1b; give one of them"),
         (("P", "--schedule", "folded_1f1b"), "give one of them"),
         (("--schedule", "magic"), "'magic' is neither the name of a schedule nor an existing file"),
-        (("--schedule", "folded_1f1b", "--pp", 0), "--pp 0 must be at least 1"),
+        (("--schedule", "folded_1f1b", "--pp", 0), "--pp 0: give 1 or more"),
         (("--schedule", "folded_1f1b", "--microbatches", 0), "0 micro-batches"),
         (("--schedule", "folded_1f1b", "--layers", 7), "7 layers and pp_size=4 needs at least 8"),
         (("--schedule", "folded_1f1b", "--gain", 0), "gain=0.0 must be more than 0"),

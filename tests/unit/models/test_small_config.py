@@ -76,8 +76,8 @@ def test_layers_of_every_kind_stay() -> None:
     assert (glm.num_hidden_layers, glm.first_k_dense_replace) == (2, 1)
     smollm = default_config("SmolLM3ForCausalLM", fewest_layers=4)
     assert (smollm.num_hidden_layers, smollm.no_rope_layers) == (4, [1, 1, 1, 0])
-    qwen = small_config(Qwen2MoeConfig(decoder_sparse_step=2, mlp_only_layers=[5]))
-    assert (qwen.num_hidden_layers, qwen.decoder_sparse_step, qwen.mlp_only_layers) == (2, 2, [1])
+    qwen = small_config(Qwen2MoeConfig(decoder_sparse_step=2, mlp_only_layers=[3]))
+    assert (qwen.num_hidden_layers, qwen.decoder_sparse_step, qwen.mlp_only_layers) == (2, 1, [0])
 
 
 def test_heads_stay_grouped_and_wider_than_the_model_where_they_were() -> None:
@@ -92,19 +92,39 @@ def test_heads_stay_grouped_and_wider_than_the_model_where_they_were() -> None:
     assert layers["full_attention"].head_dim == 2 * layers["sliding_attention"].head_dim
 
 
+def test_a_single_head_of_keys_stays_and_two_heads_get_no_more() -> None:
+    assert small_config(LlamaConfig(num_key_value_heads=1)).num_key_value_heads == 1
+    two = small_config(LlamaConfig(num_attention_heads=2, num_key_value_heads=2))
+    assert (two.num_attention_heads, two.num_key_value_heads) == (2, 2)
+
+
+def test_lists_of_layers_and_patterns_stay() -> None:
+    """As in Bamba-9B, in a dense Jamba, and with narrow embeddings as in OPT-350M; heads of a small Bamba fit."""
+    bamba = small_config(AutoConfig.for_model("bamba", attn_layer_indices=[9, 18, 27]))
+    assert (bamba.num_hidden_layers, bamba.attn_layer_indices) == (2, [1])
+    few = {"hidden_size": 64, "mamba_n_heads": 4, "mamba_d_head": 32, "attn_layer_indices": [1]}
+    assert small_config(AutoConfig.for_model("bamba", **few)).mamba_n_heads == 8
+    assert small_config(AutoConfig.for_model("jamba", num_experts=1, num_experts_per_tok=1)).num_experts == 1
+    opt = small_config(AutoConfig.for_model("opt", hidden_size=1024, word_embed_proj_dim=512))
+    assert (opt.hidden_size, opt.word_embed_proj_dim) == (64, 32)
+    whole = small_config(AutoConfig.for_model("bamba", attn_layer_indices=[9, 18, 27]), None)
+    assert (whole.num_hidden_layers, whole.attn_layer_indices) == (32, [9, 18, 27])
+
+
 def test_parts_of_heads_that_are_smaller_stay() -> None:
     """The part of a head that is rotated has two names in the configuration of DeepSeek-V3."""
     small = small_config(DeepseekV3Config(qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8))
     assert (small.qk_rope_head_dim, small.head_dim, small.qk_head_dim) == (4, 4, 12)
 
 
-def test_caps_show_multipliers_stay_and_nothing_is_random() -> None:
+def test_caps_show_multipliers_stay_and_nothing_is_random_unless_given() -> None:
     gemma = default_config("Gemma2ForCausalLM")
     assert gemma.attn_logit_softcapping == gemma.final_logit_softcapping == 5
     assert default_config("GraniteForCausalLM").logits_scaling != 1
     given = functools.partial(LlamaConfig, attention_dropout=0.1)
     assert small_config(given(tie_word_embeddings=True)).tie_word_embeddings
-    assert small_config(given()).attention_dropout == 0
+    assert small_config(given()).attention_dropout == 0.1
+    assert default_config("GPT2LMHeadModel").attn_pdrop == 0
 
 
 def test_ropes_fit_small_heads() -> None:
