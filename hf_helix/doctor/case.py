@@ -15,7 +15,25 @@ from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES, Sizes
 PARAMETER, GRADIENT, STATES = 4, 4, 8
 """Bytes of an element: trained weights and gradients in fp32, and the two states of Adam."""
 
+FLASH2 = "flash2"
+"""FlashAttention 2, the kernel of `scaled_dot_product_attention` in torch, in the files of clusters."""
+
 ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of an element of cast weights, by the type of matrix products
+
+
+@dataclass(frozen=True)
+class Software:
+    """The code of a run, as far as the times of its kernels depend on it; by default that of hf_helix."""
+
+    fused: bool = True  # whether norms, gates and ropes are a kernel each, of Triton, Liger, a compiler or Megatron
+    attention: str = ""  # a kernel of `Device.attention_kernels`; "" for the kernel of `Device.attention`
+    all_in_float8: bool = False  # whether float8 multiplies weight gradients and frozen weights in fp8, too
+
+
+HELIX = Software()
+MEGATRON = Software(all_in_float8=True)
+STOCK = Software(fused=False, attention=FLASH2)
+COMPILED = Software(attention=FLASH2, all_in_float8=True)
 
 
 @dataclass(frozen=True)
@@ -49,6 +67,7 @@ class Case:
     image_share: float = 0.0  # as in `HelixConfig`
     whole_logits: bool = False  # of rivals: a loss is never computed in tiles, see `hf_helix.operators.vocab_tiles`
     float8: str | None = None  # as in `HelixConfig`
+    software: Software = HELIX  # of a run that is predicted, and is not of hf_helix
 
     @property
     def tokens(self) -> int:

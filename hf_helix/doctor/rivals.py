@@ -151,12 +151,17 @@ def simulate_rival(
     def link_seconds(method: str, count: float) -> float:
         return transfer_seconds(Transfer("dp", method, ring.sent(int(count))), ring, cluster)
 
+    moving = cluster.device.moving_seconds
+
     def unit_of(unit: str) -> _Unit:
         held, seconds = amounts.weights[unit], {"F": 0.0, "B": 0.0}
         for entry, _ in layout.graphs[unit].entries():
             seconds[entry[0]] += profile.times[unit, entry]
         elements, gradients = held.all_trained + held.all_frozen, summed * held.all_trained
         fetch, reduce = link_seconds("all_gather", size * elements), link_seconds("reduce_scatter", gradients)
+        if name != PIPELINE_OFFLOAD:
+            seconds["F"] += moving(2 * size * elements) if name != ZERO2_OFFLOAD else 0.0
+            seconds["B"] += (moving(2 * size * elements) if name != ZERO2_OFFLOAD else 0.0) + moving((size + summed) * held.all_trained)
         if name == FSDP_OFFLOAD:
             fetch += (PARAMETER * held.all_trained + held.frozen_itemsize * held.all_frozen) / shards / host.bandwidth
         if offloads:

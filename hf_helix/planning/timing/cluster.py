@@ -16,6 +16,8 @@ here imports torch.
       peak_tflops: {bf16: 149.7, fp32: 37.4}     dense; fp8 too, with sums in fp32, where the device has it
       matmul: [[1e9, 0.5], [1e11, 0.9]]          floating-point operations of a product -> share of the peak
       attention: [[512, 0.3], [4096, 0.6]]       keys of fused attention -> share of the peak
+      attention_kernels: {flash2: [[8192, 0.35]]}    of other kernels than the one of hf_helix, by name: flash1,
+                                                 flash2 (of torch's attention), flash3; left out, as `attention`
       attention_block: 128                       keys at once; a causal mask spares whole blocks
       exponentials_per_ns: 1000                  of softmax and activations; left out, no time of their own
       memory_gb_per_s: 696
@@ -65,6 +67,7 @@ ISLAND, NODE, NETWORK = "island", "node", "network"
 BACKENDS = ("nccl", "gloo")
 FP8 = "fp8"
 TYPES = ("bf16", "fp16", "fp32", FP8)
+ATTENTION_KERNELS = ("flash1", "flash2", "flash3")
 MOST_EFFICIENT = 1.5
 """The largest share of a curve: a peak may be for large sizes, and data in a cache faster."""
 EFFICIENCY = "[size, share of the peak], sizes growing, such as [[1e9, 0.5], [1e11, 0.9]]"
@@ -100,6 +103,7 @@ class Device:
         memory: without the reserved part.
         peaks, matmul, attention: by type, see `TYPES`.
         exponentials: infinity for no time of their own.
+        attention_kernels: of other kernels than that of `attention`, by name.
         issue_seconds: what the host takes for an operator of a graph.
         replay_seconds: what the host takes for a window from a CUDA graph.
     """
@@ -110,6 +114,7 @@ class Device:
     bandwidth: float
     matmul: Mapping[str, Curve]
     attention: Mapping[str, Curve]
+    attention_kernels: Mapping[str, Curve] = field(default_factory=dict)
     attention_block: int = 1
     exponentials: float = math.inf
     memory_efficiency: Curve = Curve()
@@ -315,6 +320,7 @@ def _device(section: _Section) -> Device:
         bandwidth=section.number("memory_gb_per_s") * 1e9,
         matmul=_curves(section, "matmul", peaks),
         attention=_curves(section, "attention", peaks),
+        attention_kernels=_attention_kernels(section.section("attention_kernels", optional=True)),
         attention_block=section.count("attention_block", 1),
         exponentials=section.number("exponentials_per_ns", math.inf) * 1e9,
         memory_efficiency=section.curve("memory_efficiency"),
@@ -323,6 +329,12 @@ def _device(section: _Section) -> Device:
         replay_seconds=section.number("replay_us", 0.0, least=0) * 1e-6,
         host_runs_ahead=section.choice("host_runs_ahead", (True, False)),
     )
+
+
+def _attention_kernels(section: _Section) -> dict[str, Curve]:
+    curves = {key: section.curve(key) for key in ATTENTION_KERNELS if key in section.left}
+    section.refuse_rest(f"; the kernels are {', '.join(ATTENTION_KERNELS)}")
+    return curves
 
 
 def _peaks(section: _Section) -> dict[str, float]:
