@@ -15,8 +15,9 @@ from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES, Sizes
 PARAMETER, GRADIENT, STATES = 4, 4, 8
 """Bytes of an element: trained weights and gradients in fp32, and the two states of Adam."""
 
-FLASH2 = "flash2"
-"""FlashAttention 2, the kernel of `scaled_dot_product_attention` in torch, in the files of clusters."""
+FLASH1, FLASH2, RING = "flash1", "flash2", "ring"
+"""Kernels of attention in the files of clusters: the first FlashAttention; the second, of torch's
+`scaled_dot_product_attention`; and torch's ring over context-parallel ranks, which merges parts outside of kernels."""
 
 ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of an element of cast weights, by the type of matrix products
 
@@ -28,6 +29,8 @@ class Software:
     fused: bool = True  # whether norms, gates and ropes are a kernel each, of Triton, Liger, a compiler or Megatron
     attention: str = ""  # a kernel of `Device.attention_kernels`; "" for the kernel of `Device.attention`
     all_in_float8: bool = False  # whether float8 multiplies weight gradients and frozen weights in fp8, too
+    products: float = 1.0  # rate of matrix products in parts of the cluster's, as of older libraries, or at less power
+    sums: str = ""  # the type of gradients in a reduction; "" for fp32 of hf_helix, and for the type of each rival
 
 
 HELIX = Software()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from hf_helix.doctor.amounts.amounts import Amounts, OperatorAmounts
 from hf_helix.doctor.amounts.meter import ATTENTION, MATMUL, Kernel, Transfer
-from hf_helix.doctor.case import Case
+from hf_helix.doctor.case import HELIX, Case, Software
 from hf_helix.planning.graph.backward import OF_SLICES
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.cluster import FP8, Cluster
@@ -84,22 +84,22 @@ def used_rings(cluster: Cluster, sizes: Sizes) -> dict[str, Ring]:
     }
 
 
-def kernel_seconds(kernel: Kernel, cluster: Cluster, dtype: str, attention: str = "") -> float:
+def kernel_seconds(kernel: Kernel, cluster: Cluster, dtype: str, software: Software = HELIX) -> float:
     """Returns the seconds of a kernel.
 
     Args:
         kernel: the kernel.
         cluster: the rates.
         dtype: the type of matrix products.
-        attention: the name of the kernel of attention, as of `Software`.
+        software: of the run.
     """
     device = cluster.device
-    of_attention = device.attention_kernels.get(attention, device.attention[dtype])
+    of_attention = device.attention_kernels.get(software.attention, device.attention[dtype])
     moving = device.moving_seconds(kernel.bytes)
     computing = kernel.exponentials / device.exponentials
     if kernel.sort == MATMUL and kernel.flops:
         kind = FP8 if kernel.fp8 else dtype
-        computing += kernel.flops / (device.peaks[kind] * device.matmul[kind].at(kernel.flops))
+        computing += kernel.flops / (software.products * device.peaks[kind] * device.matmul[kind].at(kernel.flops))
     if kernel.sort == ATTENTION and kernel.flops:
         keys = kernel.sizes[1]
         blocks = -(-keys // device.attention_block)
@@ -152,7 +152,7 @@ def operator_seconds(
     axes: Mapping[str, Ring],
     cluster: Cluster,
     dtype: str,
-    attention: str = "",
+    software: Software = HELIX,
 ) -> float:
     """Returns the seconds of an operator that runs alone. On GPUs, collectives also have kernels: sums of exchanged
     parts, and rounding of gathered values; on a CPU the measured rates of links have their time.
@@ -163,9 +163,9 @@ def operator_seconds(
         axes: see `rings`.
         cluster: the rates of devices and links.
         dtype: the type of matrix products.
-        attention: the kernel of attention, see `kernel_seconds`.
+        software: of the run.
     """
-    seconds = sum(kernel_seconds(kernel, cluster, dtype, attention) for kernel in amounts.kernels)
+    seconds = sum(kernel_seconds(kernel, cluster, dtype, software) for kernel in amounts.kernels)
     if kind.communicates:
         sending = sum(transfer_seconds(each, axes[each.axis], cluster) for each in amounts.transfers)
         return max(LEAST, sending + (seconds if sending and cluster.backend == "nccl" else 0.0))
@@ -208,7 +208,7 @@ def estimate_profile(amounts: Amounts, layout: Layout, case: Case, cluster: Clus
         else:
             handed = amounts.handed_over if name[0].endswith(OF_SLICES) else amounts.handed_on
             counted = OperatorAmounts(transfers=[Transfer("pp", "send", handed)])
-        times[name] = operator_seconds(counted, op.kind, axes, cluster, case.dtype, case.software.attention)
+        times[name] = operator_seconds(counted, op.kind, axes, cluster, case.dtype, case.software)
         if op.kind.communicates:
             sent[name] = sum(each.bytes for each in counted.transfers)
     for name, seconds in waiting(layout, times, cluster).items():

@@ -67,7 +67,7 @@ ISLAND, NODE, NETWORK = "island", "node", "network"
 BACKENDS = ("nccl", "gloo")
 FP8 = "fp8"
 TYPES = ("bf16", "fp16", "fp32", FP8)
-ATTENTION_KERNELS = ("flash1", "flash2", "flash3")
+ATTENTION_KERNELS = ("flash1", "flash2", "flash3", "ring")
 MOST_EFFICIENT = 1.5
 """The largest share of a curve: a peak may be for large sizes, and data in a cache faster."""
 EFFICIENCY = "[size, share of the peak], sizes growing, such as [[1e9, 0.5], [1e11, 0.9]]"
