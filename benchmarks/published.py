@@ -22,8 +22,9 @@ from typing import Any
 
 from hf_helix.cli.doctor import DoctorCommand
 from hf_helix.doctor.case import COMPILED, FLASH1, FLASH2, MEGATRON, RING, STOCK, Case, Software
-from hf_helix.doctor.layouts import Search
-from hf_helix.doctor.rivals import FSDP, HSDP, RIVALS, simulate_rival
+from hf_helix.doctor.exactness import kind_of
+from hf_helix.doctor.layouts import BATCHES
+from hf_helix.doctor.rivals import FSDP, FSDP_FUSED, HSDP, PIPELINE_OFFLOAD, RIVALS, rival_cases, simulate_rival
 from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.doctor.step import simulate_step
 from hf_helix.doctor.window import Fidelity
@@ -31,6 +32,7 @@ from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.sizes import Sizes
 
 MEGATRON_LIKE = "one strand, 1f1b"
+EXPERTS = "num_local_experts", "n_routed_experts", "num_experts"  # how configurations name their number
 STEP_TOKENS = 512_000  # of a row that does not say its micro-batches
 CLOSE = 0.15
 Row = Mapping[str, Any]
@@ -47,6 +49,7 @@ class Origin:
         halved: whether selective recomputation runs half of the layers, or every second product, again.
         sync: whether FSDP reduces gradients in every micro-batch.
         adapted: modules with LoRA adapters.
+        in_pairs: whether the devices of a node are joined in pairs, without a switch.
         about: where this is said.
     """
 
@@ -56,33 +59,40 @@ class Origin:
     halved: bool = False
     sync: bool = False
     adapted: str = "all-linear"
+    in_pairs: bool = False
     about: str = ""
 
 
-_WATTS = 0.85
-"""Rate of products at 500 W in parts of that at 700 W: clocks fall with the root of the power. torchtitan's H100 have
-500 W and HBM2e (benchmarks/llama3_h100_202412_torchtitan.md)."""
+OLD = 0.8
+"""Rate of products of cuBLAS in CUDA 11.8 and 12.1, of 2023, on an H100, in parts of that of today: fitted on
+llm-foundry's rows, tested on fms-fsdp's."""
 
-OLD = 0.87
-"""The same of cuBLAS in CUDA 11.8 and 12.1, of 2023, on an H100: fitted on half of llm-foundry's rows."""
+HALF_SUMS = 2
+"""Rate of products with sums in fp16, RoundPipe's default, in parts of that with sums in fp32, on GeForce cards."""
 
-_NEMO = Software(all_in_float8=True, sums="bf16")
+_WATTS, _HBM2E = 0.85, 0.72
+"""Rate of products at 500 W in parts of that at 700 W: clocks fall with the root of the power; and of HBM2e in parts of
+HBM3. torchtitan's H100 have 500 W and HBM2e (benchmarks/llama3_h100_202412_torchtitan.md)."""
+
+_NEMO = replace(MEGATRON, sums="bf16")
 
 ORIGINS: Mapping[str, Origin] = {
     "llm-foundry": Origin(
-        Software(fused=False, attention=FLASH1, products=OLD), sync=True, about="torch 2.0, FSDP 1, FlashAttention 1"
+        replace(STOCK, attention=FLASH1, products=OLD), sync=True, about="torch 2.0, FSDP 1, FlashAttention 1"
     ),
     "torchtitan table 2": Origin(
-        Software(attention=RING, all_in_float8=True, products=_WATTS), about="compiled, float8, a ring of torch"
+        replace(COMPILED, attention=RING, products=_WATTS, memory=_HBM2E), about="compiled, float8, a ring of torch"
     ),
     "torchtitan": Origin(
-        replace(STOCK, products=_WATTS, sums="fp32"), halved=True, about="FSDP 2, not compiled, sums in fp32"
+        replace(STOCK, products=_WATTS, memory=_HBM2E, sums="fp32"),
+        halved=True,
+        about="FSDP 2, not compiled, sums in fp32",
     ),
-    "fms-fsdp": Origin(replace(COMPILED, sums="bf16"), about="compiled, FSDP 1 with sums in bf16"),
-    "kempnerforge": Origin(COMPILED, sharded=True, about="compiled, FSDP 2 over tensor parallelism"),
-    "aleph alpha": Origin(Software(attention=FLASH2), about="FlashAttention 2, RMS norms in a kernel"),
+    "fms-fsdp": Origin(replace(COMPILED, products=OLD, sums="bf16"), about="compiled, FSDP 1 with sums in bf16"),
+    "kempnerforge": Origin(COMPILED, sharded=True, in_pairs=True, about="compiled, FSDP 2 over tensor parallelism"),
+    "aleph alpha": Origin(replace(MEGATRON, attention=FLASH2), about="FlashAttention 2, RMS norms in a kernel"),
     "roundpipe": Origin(STOCK, about="stock Trainer; RoundPipe's own products sum in fp16"),
-    "nemo automodel": Origin(MEGATRON, about="Transformer Engine, DeepEP"),
+    "nemo automodel": Origin(replace(MEGATRON, once_a_node=0.5), about="Transformer Engine, DeepEP: 4 nodes of 8 rows"),
     "nemo": Origin(_NEMO, tiles=True, adapted="q_proj,k_proj,v_proj", about="Megatron with tp_comm_overlap"),
     "megatron-bridge": Origin(_NEMO, tiles=True, about="Megatron with tp_comm_overlap"),
     "megatron": Origin(MEGATRON, tiles=True, about="Megatron with tp_comm_overlap"),
@@ -117,7 +127,7 @@ class Predictor:
         Raises:
             ValueError: the row cannot be predicted.
         """
-        cluster, name = self._command(row).scaled_cluster(), rival_of(row)
+        cluster, name = self._cluster(row), rival_of(row)
         model = self._model(row, cluster)
         if name is not None and not row.get("batch"):
             return self._searched(row, name, model, cluster)
@@ -133,11 +143,28 @@ class Predictor:
         return case.tokens / cluster.devices / statistics.fmean(seconds)
 
     def _searched(self, row: Row, name: str, model: SimulatedModel, cluster: Cluster) -> float:
-        usual = Case(Sizes(), 1, row["sequence_length"], 1)
-        found = Search(model, cluster, STEP_TOKENS, usual).rival(name)
-        if found is None:
+        """Returns the fastest micro-batches of a rival that fit, without fused kernels where it has a choice."""
+        if name == PIPELINE_OFFLOAD and "GeForce" in cluster.device.name:
+            peaks = {kind: HALF_SUMS * peak for kind, peak in cluster.device.peaks.items()}
+            cluster = replace(cluster, device=replace(cluster.device, peaks=peaks))
+        found, length = [], int(row["sequence_length"])
+        for batch in BATCHES:
+            count = max(1, round(STEP_TOKENS / (batch * length * cluster.devices)))
+            sizes = Sizes(dp=cluster.devices)
+            usual = Case(sizes, batch, length, count, plan="sequential", whole_logits=True)
+            for case, syncs, fused in rival_cases(name, usual, cluster):
+                if not fused or name in (PIPELINE_OFFLOAD, FSDP_FUSED):
+                    found.append(simulate_rival(name, model.amounts(case), case, cluster, syncs, fused).step)
+        fitting = [step for step in found if step.memory.total <= cluster.device.memory]
+        if not found:
             raise ValueError(f"{name} has no case on {cluster.name}")
-        return found.step.tokens_per_second / cluster.devices
+        fastest = max(fitting or found, key=lambda step: step.tokens_per_second)
+        return fastest.tokens_per_second / cluster.devices
+
+    def _cluster(self, row: Row) -> Cluster:
+        cluster = self._command(row).scaled_cluster()
+        joined = cluster.devices_per_node if origin_of(row).in_pairs else 0
+        return replace(cluster, node=replace(cluster.node, joined=joined))
 
     def _command(self, row: Row, model: str = "") -> DoctorCommand:
         gpus = row.get("gpus")
@@ -181,7 +208,7 @@ def case_of(row: Row, cluster: Cluster, rival: str | None) -> Case:
     origin, is_rival = origin_of(row), rival is not None
     whole = is_rival or (origin.sharded and dp > 1) or bool(row.get("zero3"))
     return Case(
-        Sizes(tp, cp, pp, dp, ep),
+        Sizes(tp, cp, pp, dp, ep, stages_outermost=pp > 1),
         int(row["batch"]),
         int(row["sequence_length"]),
         int(row["microbatches"]),
@@ -200,7 +227,7 @@ def case_of(row: Row, cluster: Cluster, rival: str | None) -> Case:
 def software_of(row: Row, origin: Origin) -> Software:
     """Returns the software of a row; what slows products on an H100 does not slow them on older devices."""
     is_new = str(row["cluster"]).startswith(("h100", "h200", "b200"))
-    return origin.software if is_new else replace(origin.software, products=1.0)
+    return origin.software if is_new else replace(origin.software, products=1.0, memory=1.0)
 
 
 def halves(row: Row, case: Case) -> list[Case]:
@@ -287,6 +314,7 @@ def markdown(rows: Sequence[Compared]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="rows, a JSON object on each line")
+    parser.add_argument("--record", type=Path, help="also write the rows as hf_helix/doctor/published.json has them")
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     options = parser.parse_args()
     lines = [line for line in options.file.read_text().splitlines() if line.strip()]
@@ -302,7 +330,36 @@ def main() -> None:
         print(f"cannot be said: {len(failed)} of {len(rows)} rows: {', '.join(failed)}")
     if options.markdown:
         options.markdown.write_text(f"{markdown(rows)}\n\n{summary(rows)}\n")
+    if options.record:
+        options.record.write_text(record(rows))
     print(summary(rows))
+
+
+def record(rows: Sequence[Compared]) -> str:
+    """Returns the rows as `hf_helix.doctor.exactness` reads them."""
+    runs = [
+        json.dumps(
+            [
+                row.row["id"],
+                row.row["source"],
+                row.row["cluster"],
+                kind_of_row(row.row),
+                round(row.published, 1),
+                round(row.predicted, 1),
+            ]
+        )
+        for row in rows
+        if not row.error
+    ]
+    return "[\n" + ",\n".join(runs) + "\n]\n"
+
+
+def kind_of_row(row: Row) -> str:
+    """Returns the kind of a row."""
+    sizes = Sizes(*(int(row.get(name) or 1) for name in ("tp", "cp", "pp")))
+    model = row["model"]
+    experts = max(int(model.get(name) or 1) for name in EXPERTS)
+    return kind_of(Case(sizes, 1, int(row["sequence_length"]), 1, float8=row.get("float8")), experts)
 
 
 if __name__ == "__main__":

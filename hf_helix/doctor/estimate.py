@@ -95,7 +95,7 @@ def kernel_seconds(kernel: Kernel, cluster: Cluster, dtype: str, software: Softw
     """
     device = cluster.device
     of_attention = device.attention_kernels.get(software.attention, device.attention[dtype])
-    moving = device.moving_seconds(kernel.bytes)
+    moving = device.moving_seconds(kernel.bytes) / software.memory
     computing = kernel.exponentials / device.exponentials
     if kernel.sort == MATMUL and kernel.flops:
         kind = FP8 if kernel.fp8 else dtype
@@ -142,7 +142,8 @@ def transfer_seconds(transfer: Transfer, ring: Ring, cluster: Cluster) -> float:
             taken.append(link.seconds(groups * transfer.bytes / links))
         else:
             latency += rounds * (ring.size // near - ring.size // far) * link.latency
-            taken.append(link.carrying_seconds(groups * transfer.bytes / links, rounds * (ring.size - 1)))
+            sent = groups * transfer.bytes / links / link.share_of(far)
+            taken.append(link.carrying_seconds(sent, rounds * (ring.size - 1)))
     return latency + max(taken)
 
 
@@ -167,9 +168,20 @@ def operator_seconds(
     """
     seconds = sum(kernel_seconds(kernel, cluster, dtype, software) for kernel in amounts.kernels)
     if kind.communicates:
-        sending = sum(transfer_seconds(each, axes[each.axis], cluster) for each in amounts.transfers)
-        return max(LEAST, sending + (seconds if sending and cluster.backend == "nccl" else 0.0))
+        transfers = amounts.transfers
+        if software.once_a_node < 1.0:
+            transfers = [_once_a_node(each, axes, software) for each in transfers]
+        sending = sum(transfer_seconds(each, axes[each.axis], cluster) for each in transfers)
+        has_kernels = sending and software.exchanges and cluster.backend == "nccl"
+        return max(LEAST, sending + (seconds if has_kernels else 0.0))
     return max(LEAST, seconds if cluster.device.host_runs_ahead else seconds + cluster.device.issue_seconds)
+
+
+def _once_a_node(transfer: Transfer, axes: Mapping[str, Ring], software: Software) -> Transfer:
+    """Returns the transfer of rows to experts, some of which one row for a node carries."""
+    if transfer.method != "exchange_rows" or not axes[transfer.axis].crosses:
+        return transfer
+    return replace(transfer, bytes=int(software.once_a_node * transfer.bytes))
 
 
 def estimate_profile(amounts: Amounts, layout: Layout, case: Case, cluster: Cluster) -> Profile:

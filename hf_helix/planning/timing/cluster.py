@@ -29,7 +29,8 @@ here imports torch.
     island: {devices: 4, gb_per_s: 25}           of a device to others of its island, in each direction: devices of a
                                                  node with better links, by a bridge or a socket
     node: {gb_per_s: 20, latency_us: 10}         of a device to others of its node, in each direction; with islands, of
-                                                 a link between them, which may have devices_per_link
+                                                 a link between them, which may have devices_per_link; switch: false
+                                                 for devices that are joined in pairs
     network: {gb_per_s: 12.5, latency_us: 20, devices_per_link: 8}     of a link, and how many devices share it
     host: {gb_per_s: 20, memory_gb_per_s: 150}   between the memory of a node's host and each device, in each direction;
                                                  of the host's memory, for all its cores; left out, as here, see `Host`
@@ -64,6 +65,10 @@ from hf_helix.planning.text import shorten_list
 T = TypeVar("T")
 
 ISLAND, NODE, NETWORK = "island", "node", "network"
+IN_PAIRS = 0.5
+"""Of the links between devices that are joined in pairs, the part that a ring of NCCL uses; fitted on published runs of
+KempnerForge on boards of four H200 (docs/doctor.md#fitted-rates)."""
+
 BACKENDS = ("nccl", "gloo")
 FP8 = "fp8"
 TYPES = ("bf16", "fp16", "fp32", FP8)
@@ -137,6 +142,12 @@ class Link:
     latency: float = 0.0
     devices: int = 1
     efficiency: Curve = Curve()
+    joined: int = 0  # devices that are joined in pairs, without a switch; 0 with a switch
+
+    def share_of(self, ranks: int) -> float:
+        """Returns the part of the bandwidth that a ring of ranks uses: without a switch a device has equal links to
+        each other device, and a ring of NCCL uses half of the links between its ranks (`IN_PAIRS`)."""
+        return IN_PAIRS * (ranks - 1) / (self.joined - 1) if self.joined > 1 else 1.0
 
     def seconds(self, count: float, messages: int = 1) -> float:
         """Returns the seconds of carrying bytes, in so many messages after each other."""
@@ -288,13 +299,15 @@ def parse_cluster(data: Any, where: str) -> Cluster:
     node, network = top.section(NODE, optional=per_node == 1), top.section(NETWORK, optional=nodes == 1)
     near = top.section(ISLAND, optional=True)
     island, sources = _island(near, per_node), top.section("sources", optional=True)
-    host = top.section("host", optional=True)
+    host, switched = top.section("host", optional=True), node.choice("switch", (True, False))
     cluster = Cluster(
         name=top.text("name"),
         nodes=nodes,
         devices_per_node=per_node,
         device=_device(device),
-        node=_link(node, _sharing(node, "island.devices", island.devices) if island else 1),
+        node=_link(
+            node, _sharing(node, "island.devices", island.devices) if island else 1, 0 if switched else per_node
+        ),
         network=_link(network, _sharing(network, "devices_per_node", per_node)),
         island=island,
         host=Host(*(host.number(key, usual) * 1e9 for key, usual in (("gb_per_s", 20.0), ("memory_gb_per_s", 150.0)))),
@@ -345,7 +358,7 @@ def _peaks(section: _Section) -> dict[str, float]:
     return peaks
 
 
-def _link(section: _Section, devices: int = 1) -> Link:
+def _link(section: _Section, devices: int = 1, joined: int = 0) -> Link:
     if section.is_empty:  # there is nothing to carry
         return Link(math.inf)
     return Link(
@@ -353,6 +366,7 @@ def _link(section: _Section, devices: int = 1) -> Link:
         latency=section.number("latency_us", 0.0, least=0) * 1e-6,
         devices=devices,
         efficiency=section.curve("efficiency"),
+        joined=joined,
     )
 
 
