@@ -63,7 +63,7 @@ def test_the_gain_is_over_the_best_rival_that_fits(step: Step) -> None:
     rivals = [RivalStep(FSDP, slower(step, 1.5)), RivalStep(HSDP, slower(large, 0.5))]
     lines = [*ranking_lines(Ranking([cut], [], rivals), CLUSTER, 5)]
     assert lines[0] == "tp 2 x dp 2 is 1.50x as fast as the best rival, FSDP (stock)."
-    assert any(line.startswith("HSDP: needs ") for line in lines)
+    assert any(line.startswith("HSDP, sums in fp32: needs ") for line in lines)
     assert "Data parallelism of hf_helix alone does not work: no such layout." in lines
 
 
