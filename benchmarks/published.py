@@ -49,7 +49,7 @@ class Origin:
         halved: whether selective recomputation runs half of the layers, or every second product, again.
         sync: whether FSDP reduces gradients in every micro-batch.
         adapted: modules with LoRA adapters.
-        in_pairs: whether the devices of a node are joined in pairs, without a switch.
+        in_pairs: number of devices of a board that are joined in pairs; 0 with a switch.
         about: where this is said.
     """
 
@@ -59,7 +59,7 @@ class Origin:
     halved: bool = False
     sync: bool = False
     adapted: str = "all-linear"
-    in_pairs: bool = False
+    in_pairs: int = 0
     about: str = ""
 
 
@@ -92,7 +92,7 @@ ORIGINS: Mapping[str, Origin] = {
         about="FSDP 2, not compiled, sums in fp32",
     ),
     "fms-fsdp": Origin(replace(COMPILED, products=OLD, sums="bf16"), about="compiled, FSDP 1 with sums in bf16"),
-    "kempnerforge": Origin(COMPILED, sharded=True, in_pairs=True, about="compiled, FSDP 2 over tensor parallelism"),
+    "kempnerforge": Origin(COMPILED, sharded=True, in_pairs=4, about="compiled, FSDP 2 over tensor parallelism"),
     "aleph alpha": Origin(replace(MEGATRON, attention=FLASH2), about="FlashAttention 2, RMS norms in a kernel"),
     "roundpipe": Origin(STOCK, about="stock Trainer; RoundPipe's own products sum in fp16"),
     "nemo automodel": Origin(replace(MEGATRON, once_a_node=0.5), about="Transformer Engine, DeepEP: 4 nodes of 8 rows"),
@@ -168,8 +168,7 @@ class Predictor:
 
     def _cluster(self, row: Row) -> Cluster:
         cluster = self._command(row).scaled_cluster()
-        joined = cluster.devices_per_node if origin_of(row).in_pairs else 0
-        return replace(cluster, node=replace(cluster.node, joined=joined))
+        return replace(cluster, node=replace(cluster.node, joined=origin_of(row).in_pairs))
 
     def _command(self, row: Row, model: str = "") -> DoctorCommand:
         gpus = row.get("gpus")

@@ -96,6 +96,7 @@ class _Unit:
     backward: float
     fetch: float
     reduce: float
+    copying: float  # of gradients into the buffer of a reduction
     weights: int
     gradients: int
 
@@ -157,7 +158,7 @@ def simulate_rival(
         return transfer_seconds(Transfer("dp", method, ring.sent(int(count))), ring, cluster)
 
     def unit_of(unit: str) -> _Unit:
-        held, seconds = amounts.weights[unit], {"F": 0.0, "B": 0.0}
+        held, seconds, copying = amounts.weights[unit], {"F": 0.0, "B": 0.0}, 0.0
         for entry, _ in layout.graphs[unit].entries():
             seconds[entry[0]] += profile.times[unit, entry]
         elements, gradients = held.all_trained + held.all_frozen, summed * held.all_trained
@@ -165,7 +166,8 @@ def simulate_rival(
         if name not in (ZERO2_OFFLOAD, PIPELINE_OFFLOAD):  # copies out of a gather, and into a reduction
             gathered = cluster.device.moving_seconds(2 * size * elements)
             seconds["F"] += gathered
-            seconds["B"] += gathered + cluster.device.moving_seconds((size + summed) * held.all_trained)
+            seconds["B"] += gathered if layout.graphs[unit].forward.repeats else 0.0  # others stay gathered
+            copying = cluster.device.moving_seconds((size + summed) * held.all_trained)
         if name == FSDP_OFFLOAD:
             fetch += (PARAMETER * held.all_trained + held.frozen_itemsize * held.all_frozen) / shards / host.bandwidth
         if offloads:
@@ -178,7 +180,7 @@ def simulate_rival(
                 amounts.handed_on / host.bandwidth,
             )
             reduce += GRADIENT * held.all_trained / shards / host.bandwidth / case.microbatches
-        return _Unit(seconds["F"], seconds["B"], fetch, reduce, size * elements, gradients)
+        return _Unit(seconds["F"], seconds["B"], fetch, reduce, copying, size * elements, gradients)
 
     units = {unit: unit_of(unit) for unit in layout.graphs}
     in_order = [units[unit] for unit in amounts.model.units]
@@ -226,6 +228,8 @@ def _micro_batch(units: Sequence[_Unit], slow: tuple[float, float], reduces: boo
     In every phase computation and communication start together, and the next phase waits for both. The gradients of a
     layer are reduced during backward of the next, or before it if the host `waits` for them.
     """
+    if reduces:
+        units = [replace(unit, backward=unit.backward + unit.copying) for unit in units]
     first, *layers, last = units
     phases = [(0.0, first.fetch + last.fetch), (first.forward, layers[0].fetch)]
     phases += [(layer.forward, following.fetch) for layer, following in pairwise(layers)]

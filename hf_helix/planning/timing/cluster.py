@@ -146,8 +146,9 @@ class Link:
 
     def share_of(self, ranks: int) -> float:
         """Returns the part of the bandwidth that a ring of ranks uses: without a switch a device has equal links to
-        each other device, and a ring of NCCL uses half of the links between its ranks (`IN_PAIRS`)."""
-        return IN_PAIRS * (ranks - 1) / (self.joined - 1) if self.joined > 1 else 1.0
+        each other device, and a ring of more than two ranks uses half of the links between them (`IN_PAIRS`)."""
+        used = 1.0 if ranks == 2 else IN_PAIRS
+        return used * (ranks - 1) / (self.joined - 1) if self.joined > 1 else 1.0
 
     def seconds(self, count: float, messages: int = 1) -> float:
         """Returns the seconds of carrying bytes, in so many messages after each other."""
