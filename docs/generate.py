@@ -2,16 +2,18 @@
 
 In:   `HelixConfig`'s docstring and defaults; `SUPPORTED`, the table of `hf-helix models`; the census; the
       folders of the package and their docstrings; `versions.json`, the runs that `pytest --record` has noted;
-      `hardware.json`, the doctor's answers.
+      `hardware.json`, the doctor's answers; the doctor's `published.json`.
 Out:  the blocks between `<!-- generated: NAME -->` and `<!-- end -->` in the README, configuration.md, support.md,
-      models.md, installation.md and CONTRIBUTING.md.
+      models.md, installation.md, doctor.md and CONTRIBUTING.md.
 Must hold: it changes nothing outside the blocks; tests/test_docs.py compares the pages with what it would write.
 """
 
 import ast
 import dataclasses
 import json
+import math
 import re
+import statistics
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from pathlib import Path
 import hf_helix
 from hf_helix.cli.models import SUPPORTED, headline
 from hf_helix.config import HelixConfig, described_options
+from hf_helix.doctor.exactness import KINDS, PublishedRun, published_runs
 from hf_helix.models.census import instead_of, read_census
 
 DOCS = Path(__file__).parent
@@ -135,6 +138,44 @@ def hardware() -> str:
     return "\n".join([head, "|---|---|---|---:|---:|---|", *rows, "", f"`{first}`; with `--lora_r 16` for LoRA."])
 
 
+def published() -> str:
+    """The error of predictions of published runs: of all, by hardware and by kind; and every run."""
+    runs = published_runs()
+    groups = {"all": runs}
+    for cluster in sorted({_hardware(run) for run in runs}):
+        groups[cluster] = tuple(run for run in runs if _hardware(run) == cluster)
+    for kind in KINDS:
+        groups[kind] = tuple(run for run in runs if run.kind == kind)
+    lines = [
+        "| of | rows | median ratio | mean of abs(log ratio) | within 15 % | all ratios |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    lines += [_errors(name, [run.ratio for run in found]) for name, found in groups.items() if found]
+    lines += ["", "| row | source | kind | published | predicted | ratio |", "|---|---|---|---:|---:|---:|"]
+    for run in runs:
+        cells = (
+            run.name,
+            _cell(run.source),
+            run.kind,
+            f"{run.published:,.0f}",
+            f"{run.predicted:,.0f}",
+            f"{run.ratio:.2f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _hardware(run: PublishedRun) -> str:
+    return run.cluster.partition("x")[0].upper()
+
+
+def _errors(name: str, ratios: list[float]) -> str:
+    errors = statistics.fmean(abs(math.log(ratio)) for ratio in ratios)
+    within = statistics.fmean(abs(ratio - 1) <= 0.15 for ratio in ratios)
+    middle, ends = statistics.median(ratios), f"{min(ratios):.2f} to {max(ratios):.2f}"
+    return f"| {name} | {len(ratios)} | {middle:.2f} | {errors:.3f} | {within:.0%} | {ends} |"
+
+
 BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
     "tree": ("../CONTRIBUTING.md", tree),
     "options": ("configuration.md", options),
@@ -142,6 +183,7 @@ BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
     "census": ("models.md", census),
     "versions": ("installation.md", versions),
     "hardware": ("../README.md", hardware),
+    "published": ("doctor.md", published),
     "census number": ("../README.md", census_number),
 }
 

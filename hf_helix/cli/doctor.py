@@ -107,7 +107,7 @@ class DoctorCommand(OnCluster):
             other = "" if self.network else "; --network 10gbit asks about another one"
             print(f"Links between nodes of {rate}, each for {sharing} devices{other}")
         print()
-        lines = [*ranking_lines(ranking, cluster, self.top)]
+        lines = [*ranking_lines(ranking, cluster, self.top, simulated.experts)]
         lines += help_lines(ranking, lambda: self._what_helps(simulated, tokens, (1 + CLOSE) * best.tokens_per_second))
         print("\n".join(lines))
         for line in self.images_lines(simulated):

@@ -8,6 +8,7 @@ reductions    gradient reductions and gathers of weights, once in a window
 window        the seconds of a window, whole or, for a search, with few layers
 memory        the memory of a rank, by part: of weights, of states, and the peak of a window
 step          an optimizer step: time, throughput, memory
+exactness     the error of predictions of published runs, by kind
 rivals        a step under other ways to train: FSDP, HSDP, ZeRO-2, with the host
 layouts       the search of layouts
 processes     simulations in several processes                                              (no torch)

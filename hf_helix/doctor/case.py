@@ -15,7 +15,33 @@ from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES, Sizes
 PARAMETER, GRADIENT, STATES = 4, 4, 8
 """Bytes of an element: trained weights and gradients in fp32, and the two states of Adam."""
 
+FLASH1, FLASH2, RING = "flash1", "flash2", "ring"
+"""Kernels of attention in the files of clusters: the first FlashAttention; the second, of torch's
+`scaled_dot_product_attention`; and torch's ring over context-parallel ranks, which merges parts outside of kernels."""
+
 ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of an element of cast weights, by the type of matrix products
+
+
+@dataclass(frozen=True)
+class Software:
+    """The code of a run, as far as the times of its kernels depend on it; by default that of hf_helix."""
+
+    fused: bool = True  # whether norms, gates and ropes are a kernel each, of Triton, Liger, a compiler or Megatron
+    attention: str = ""  # a kernel of `Device.attention_kernels`; "" for the kernel of `Device.attention`
+    all_in_float8: bool = False  # whether float8 multiplies weight gradients and frozen weights in fp8, too
+    products: float = 1.0  # rate of matrix products in parts of the cluster's, as of older libraries, or at less power
+    # whether collectives have kernels of their own: hf_helix adds up exchanged parts in fp32, NCCL does so on their way
+    exchanges: bool = True
+    # bytes of rows to experts of other nodes, in parts of a row for each expert: DeepEP sends a row once to a node
+    once_a_node: float = 1.0
+    memory: float = 1.0  # the same of the device's memory
+    sums: str = ""  # the type of gradients in a reduction; "" for fp32 of hf_helix, and for the type of each rival
+
+
+HELIX = Software()
+MEGATRON = Software(all_in_float8=True, exchanges=False)
+STOCK = Software(fused=False, attention=FLASH2, exchanges=False)
+COMPILED = Software(attention=FLASH2, all_in_float8=True, exchanges=False)
 
 
 @dataclass(frozen=True)
@@ -49,6 +75,7 @@ class Case:
     image_share: float = 0.0  # as in `HelixConfig`
     whole_logits: bool = False  # of rivals: a loss is never computed in tiles, see `hf_helix.operators.vocabulary.head`
     float8: str | None = None  # as in `HelixConfig`
+    software: Software = HELIX  # of a run that is predicted, and is not of hf_helix
 
     @property
     def tokens(self) -> int:

@@ -9,11 +9,11 @@ time and share its bandwidth.
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_helix.doctor.amounts.amounts import Amounts, OperatorAmounts
 from hf_helix.doctor.amounts.meter import ATTENTION, MATMUL, Kernel, Transfer
-from hf_helix.doctor.case import Case
+from hf_helix.doctor.case import HELIX, Case, Software
 from hf_helix.planning.graph.backward import OF_SLICES
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.cluster import FP8, Cluster
@@ -21,6 +21,7 @@ from hf_helix.planning.timing.profile import Pair, Profile
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES, HOST, Sizes
 from hf_helix.planning.window.layout import Layout, Name, named_operators
 
+SMALL = 256  # least rows, columns and depth of the products that fp8 is for
 LEAST = 1e-7  # least seconds of an operator
 
 
@@ -83,19 +84,27 @@ def used_rings(cluster: Cluster, sizes: Sizes) -> dict[str, Ring]:
     }
 
 
-def kernel_seconds(kernel: Kernel, cluster: Cluster, dtype: str) -> float:
-    """Returns the seconds of a kernel."""
+def kernel_seconds(kernel: Kernel, cluster: Cluster, dtype: str, software: Software = HELIX) -> float:
+    """Returns the seconds of a kernel.
+
+    Args:
+        kernel: the kernel.
+        cluster: the rates.
+        dtype: the type of matrix products.
+        software: of the run.
+    """
     device = cluster.device
-    moving = device.moving_seconds(kernel.bytes)
+    of_attention = device.attention_kernels.get(software.attention, device.attention[dtype])
+    moving = device.moving_seconds(kernel.bytes) / software.memory
     computing = kernel.exponentials / device.exponentials
     if kernel.sort == MATMUL and kernel.flops:
         kind = FP8 if kernel.fp8 else dtype
-        computing += kernel.flops / (device.peaks[kind] * device.matmul[kind].at(kernel.flops))
+        computing += kernel.flops / (software.products * device.peaks[kind] * device.matmul[kind].at(kernel.flops))
     if kernel.sort == ATTENTION and kernel.flops:
         keys = kernel.sizes[1]
         blocks = -(-keys // device.attention_block)
         spared = (1 + 1 / blocks) if kernel.causal else 1.0  # a causal mask spares whole blocks, so less than half
-        computing = spared * (computing + kernel.flops / (device.peaks[dtype] * device.attention[dtype].at(keys)))
+        computing = spared * (computing + kernel.flops / (device.peaks[dtype] * of_attention.at(keys)))
     return device.kernel_seconds + max(moving, computing)
 
 
@@ -133,18 +142,46 @@ def transfer_seconds(transfer: Transfer, ring: Ring, cluster: Cluster) -> float:
             taken.append(link.seconds(groups * transfer.bytes / links))
         else:
             latency += rounds * (ring.size // near - ring.size // far) * link.latency
-            taken.append(link.carrying_seconds(groups * transfer.bytes / links, rounds * (ring.size - 1)))
+            sent = groups * transfer.bytes / links / link.share_of(far)
+            taken.append(link.carrying_seconds(sent, rounds * (ring.size - 1)))
     return latency + max(taken)
 
 
 def operator_seconds(
-    amounts: OperatorAmounts, kind: Kind, axes: Mapping[str, Ring], cluster: Cluster, dtype: str
+    amounts: OperatorAmounts,
+    kind: Kind,
+    axes: Mapping[str, Ring],
+    cluster: Cluster,
+    dtype: str,
+    software: Software = HELIX,
 ) -> float:
-    """Returns the seconds of an operator that runs alone."""
+    """Returns the seconds of an operator that runs alone. On GPUs, collectives also have kernels: sums of exchanged
+    parts, and rounding of gathered values; on a CPU the measured rates of links have their time.
+
+    Args:
+        amounts: of the operator.
+        kind: of the operator.
+        axes: see `rings`.
+        cluster: the rates of devices and links.
+        dtype: the type of matrix products.
+        software: of the run.
+    """
+    seconds = sum(kernel_seconds(kernel, cluster, dtype, software) for kernel in amounts.kernels)
     if kind.communicates:
-        return max(LEAST, sum(transfer_seconds(each, axes[each.axis], cluster) for each in amounts.transfers))
-    seconds = sum(kernel_seconds(kernel, cluster, dtype) for kernel in amounts.kernels)
+        transfers = amounts.transfers
+        if software.once_a_node < 1.0:
+            transfers = [_once_a_node(each, axes, software) for each in transfers]
+        sending = sum(transfer_seconds(each, axes[each.axis], cluster) for each in transfers)
+        has_kernels = sending and software.exchanges and cluster.backend == "nccl"
+        return max(LEAST, sending + (seconds if has_kernels else 0.0))
     return max(LEAST, seconds if cluster.device.host_runs_ahead else seconds + cluster.device.issue_seconds)
+
+
+def _once_a_node(transfer: Transfer, axes: Mapping[str, Ring], software: Software) -> Transfer:
+    """Returns the transfer of rows to experts, some of which one row for a node carries."""
+    if transfer.method != "exchange_rows" or not axes[transfer.axis].crosses:
+        return transfer
+    return replace(transfer, bytes=int(software.once_a_node * transfer.bytes))
 
 
 def estimate_profile(amounts: Amounts, layout: Layout, case: Case, cluster: Cluster) -> Profile:
@@ -172,15 +209,18 @@ def estimate_profile(amounts: Amounts, layout: Layout, case: Case, cluster: Clus
             f"file, or use --dtype with one of these"
         )
     axes = rings(cluster, case.sizes)
+    in_fp8 = _in_fp8(amounts, layout) if case.float8 and case.software.all_in_float8 else set()
     times: dict[Name, float] = {}
     sent: dict[Name, int] = {}
     for name, op in named_operators(layout):
         if name[0] in amounts.weights:
             counted = amounts.operators[name]
+            if name in in_fp8:
+                counted = replace(counted, kernels=[replace(each, fp8=_is_large(each)) for each in counted.kernels])
         else:
             handed = amounts.handed_over if name[0].endswith(OF_SLICES) else amounts.handed_on
             counted = OperatorAmounts(transfers=[Transfer("pp", "send", handed)])
-        times[name] = operator_seconds(counted, op.kind, axes, cluster, case.dtype)
+        times[name] = operator_seconds(counted, op.kind, axes, cluster, case.dtype, case.software)
         if op.kind.communicates:
             sent[name] = sum(each.bytes for each in counted.transfers)
     for name, seconds in waiting(layout, times, cluster).items():
@@ -188,6 +228,21 @@ def estimate_profile(amounts: Amounts, layout: Layout, case: Case, cluster: Clus
     about = {"model": amounts.model.name, "estimated": cluster.name}
     pairs, like = contended(layout, times, sent, cluster)
     return Profile(about, layout, times, pairs=pairs, like=like, bytes=sent)
+
+
+def _in_fp8(amounts: Amounts, layout: Layout) -> set[Name]:
+    """Returns the operators of layers with products of linears, among them weight gradients and frozen weights."""
+    layers = {unit for unit, pair in layout.graphs.items() if pair.forward.repeats}
+    return {
+        name
+        for name, counted in amounts.operators.items()
+        if name[0] in layers and any(_is_large(kernel) for kernel in counted.kernels)
+    }
+
+
+def _is_large(kernel: Kernel) -> bool:
+    """Returns whether a kernel is a product of a linear, and none of a low-rank adapter, a router or attention."""
+    return kernel.sort == MATMUL and kernel.sizes[0] == 1 and min(kernel.sizes[1:]) >= SMALL
 
 
 def waiting(layout: Layout, times: Mapping[Name, float], cluster: Cluster) -> dict[Name, float]:

@@ -94,7 +94,8 @@ def _seconds(made: GradientReduction, experts: int, case: Case, cluster: Cluster
         if axes[axis].size > 1 and held:
             seconds += device.moving_seconds(passes * held, 2 * held)
             method, times = ("reduce_scatter", 1) if spread else ("all_reduce", 2)
-            sent = Transfer(axis, method, axes[axis].sent(times * held))
+            summed = held * ELEMENT.get(case.software.sums, GRADIENT) // GRADIENT
+            sent = Transfer(axis, method, axes[axis].sent(times * summed))
             seconds += transfer_seconds(sent, axes[axis], cluster)
     return seconds
 

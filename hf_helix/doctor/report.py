@@ -11,6 +11,7 @@ from textwrap import fill
 from hf_helix.config import AUTO, OFFLOAD
 from hf_helix.doctor.case import Case
 from hf_helix.doctor.estimate import used_rings
+from hf_helix.doctor.exactness import error_line
 from hf_helix.doctor.layouts import CLOSE, Dropped, Ranking, is_plain
 from hf_helix.doctor.memory import bytes_text, needs_text
 from hf_helix.doctor.step import Step
@@ -119,8 +120,15 @@ def shards_line(best: Step, shared: Step) -> str:
     )
 
 
-def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]:
-    """Yields the verdict over all rows, and the table of the best layouts, with plain data parallelism and rivals."""
+def ranking_lines(ranking: Ranking, cluster: Cluster, top: int, experts: int = 1) -> Iterator[str]:
+    """Yields the verdict over all rows, and the table of the best layouts, with plain data parallelism and rivals.
+
+    Args:
+        ranking: at least one layout.
+        cluster: the cluster.
+        top: how many layouts are shown.
+        experts: of a layer of the model.
+    """
     best, plain, rivals = ranking.steps[0], ranking.plain(), ranking.fitting_rivals(cluster)
     rows = [(size_text(step.case.sizes), _how(step), step) for step in _own_steps(ranking, top)]
     rows += [(each.name, each.options, each.step) for each in rivals]
@@ -158,7 +166,7 @@ def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]
     yield from _meanings([how for _, how, _ in rows])
     yield f"{len(ranking.dropped)} layouts cannot be built or do not fit (--why shows them)."
     if any("data sheet" in source for source in cluster.sources.values()):
-        yield "Rates are from data sheets: measured steps were 10 to 60 % longer, for all rows alike (docs/doctor.md)."
+        yield error_line(best.case, cluster, experts)
 
 
 def _margin(step: Step, best: Step) -> float:

@@ -11,7 +11,9 @@ three times the bytes of the weights in all (ZeRO, arXiv 1910.02054, sections 5.
 the next layer's weights are gathered, and no further layer's (FSDP, arXiv 2304.11277, sections 3.3.1 to 3.3.3, and 3.4
 on the rate limiter). A gather is exposed by the time in which it outlasts the computation. The embedding, the final
 norm and the head are gathered before forward and kept until the end of backward. Gathered weights and full gradients
-have the type of matrix products.
+have the type of matrix products. Gathered weights are copied out of the buffer of a gather, and gradients into the
+buffer of a reduction. The stock run has the kernels of Transformers and torch (`STOCK`); with `torch.compile` or Liger,
+element-wise work is fused (`COMPILED`).
 HSDP, of `DistributedConfig` in Transformers: FSDP inside each node; gradients are in fp32, and the shards of the nodes
 are summed once in a step.
 FSDP + CPU offload: shards of weights are copied to the device before a gather, shards of gradients to the host after a
@@ -29,8 +31,8 @@ its cross-entropy holds the log-softmax, its gradient and the gradient of the lo
 fused loss (`use_liger_kernel=True`) holds as little as the loss of hf_helix. All these ways are tried.
 
 The host issues the same operators as in hf_helix, in `STOCK_ISSUES` times as long; where it takes longer than the
-device, its time counts. Left out, in favour of the rivals: hooks on the host, copies into and out of the buffers of
-collectives, contention between links and copies to the host, and the size of the host's memory.
+device, its time counts. Left out, in favour of the rivals: hooks on the host, contention between links and copies to
+the host, and the size of the host's memory.
 """
 
 from collections import Counter
@@ -41,7 +43,7 @@ from typing import NamedTuple
 
 from hf_helix.doctor.amounts.amounts import Amounts
 from hf_helix.doctor.amounts.meter import MATMUL, Transfer
-from hf_helix.doctor.case import ELEMENT, GRADIENT, PARAMETER, Case
+from hf_helix.doctor.case import COMPILED, ELEMENT, GRADIENT, PARAMETER, STOCK, Case
 from hf_helix.doctor.estimate import estimate_profile, ring_of, transfer_seconds
 from hf_helix.doctor.memory import Memory
 from hf_helix.doctor.step import OPTIMIZER_BYTES, Step, layout_of, memory_of_case, model_flops
@@ -61,9 +63,10 @@ an H100 (benchmarks/results/2026-11-22-gpu-h100.md)."""
 HOST_OPTIMIZER_BYTES, HOST_SUM_BYTES = 28, 12
 """Bytes of the host's memory moved per element by Adam, and by an addition to a gradient."""
 
-FSDP, HSDP, FSDP_OFFLOAD = "FSDP (ZeRO-3)", "HSDP", "FSDP + CPU offload"
+FSDP, FSDP_FUSED, HSDP = "FSDP (stock)", "FSDP + compile or Liger", "HSDP, sums in fp32"
+FSDP_OFFLOAD = "FSDP + CPU offload"
 ZERO2_OFFLOAD, PIPELINE_OFFLOAD = "ZeRO-2 + CPU Adam", "RoundPipe-like offload"
-RIVALS = FSDP, HSDP, FSDP_OFFLOAD, ZERO2_OFFLOAD, PIPELINE_OFFLOAD
+RIVALS = FSDP, FSDP_FUSED, HSDP, FSDP_OFFLOAD, ZERO2_OFFLOAD, PIPELINE_OFFLOAD
 ON_HOST = FSDP_OFFLOAD, ZERO2_OFFLOAD, PIPELINE_OFFLOAD  # fp32 weights, gradients and states are on the host
 
 
@@ -93,6 +96,7 @@ class _Unit:
     backward: float
     fetch: float
     reduce: float
+    copying: float  # of gradients into the buffer of a reduction
     weights: int
     gradients: int
 
@@ -110,16 +114,17 @@ class _MicroBatch(NamedTuple):
 def rival_cases(
     name: str, case: Case, cluster: Cluster, recompute: Sequence[str] = ("none", "full")
 ) -> Iterator[tuple[Case, bool, bool]]:
-    """Yields the cases of a rival, each with `sync_each_batch` and `fused_loss`; none if the rival is another one on
-    this cluster, or cannot use it."""
+    """Yields the cases of a rival, each with `sync_each_batch` and `fused_loss`, which comes with other fused kernels;
+    none if the rival is another one on this cluster, or cannot use it."""
     several = cluster.nodes > 1
     if (name == HSDP and (not several or cluster.devices_per_node == 1)) or (name == PIPELINE_OFFLOAD and several):
         return
-    syncs = (False, True) if name in (FSDP, HSDP, FSDP_OFFLOAD) else (True,)
-    for fused in (False, True):
+    syncs = (False, True) if name in (FSDP, FSDP_FUSED, HSDP, FSDP_OFFLOAD) else (True,)
+    for fused in {FSDP: (False,), FSDP_FUSED: (True,)}.get(name, (False, True)):
+        of_software = replace(case, software=COMPILED if fused else STOCK)
         for mode in recompute:
             if mode == "full" or name != PIPELINE_OFFLOAD:
-                yield from ((replace(case, recompute=mode), sync, fused) for sync in syncs)
+                yield from ((replace(of_software, recompute=mode), sync, fused) for sync in syncs)
 
 
 def simulate_rival(
@@ -145,18 +150,24 @@ def simulate_rival(
     profile = estimate_profile(amounts, layout, case, cluster)
     shards = cluster.devices_per_node if name == HSDP else cluster.devices
     ring, offloads, size = ring_of(cluster, (shards, 1)), name in ON_HOST, ELEMENT[case.dtype]
-    summed = GRADIENT if name == HSDP else size  # bytes of an element of gradients in a reduction
+    usual = GRADIENT if name == HSDP else size
+    summed = ELEMENT.get(case.software.sums, usual)  # bytes of an element of gradients in a reduction
     kind = Kind.INTER_NODE if ring.crosses else Kind.INTRA_NODE
 
     def link_seconds(method: str, count: float) -> float:
         return transfer_seconds(Transfer("dp", method, ring.sent(int(count))), ring, cluster)
 
     def unit_of(unit: str) -> _Unit:
-        held, seconds = amounts.weights[unit], {"F": 0.0, "B": 0.0}
+        held, seconds, copying = amounts.weights[unit], {"F": 0.0, "B": 0.0}, 0.0
         for entry, _ in layout.graphs[unit].entries():
             seconds[entry[0]] += profile.times[unit, entry]
         elements, gradients = held.all_trained + held.all_frozen, summed * held.all_trained
         fetch, reduce = link_seconds("all_gather", size * elements), link_seconds("reduce_scatter", gradients)
+        if name not in (ZERO2_OFFLOAD, PIPELINE_OFFLOAD):  # copies out of a gather, and into a reduction
+            gathered = cluster.device.moving_seconds(2 * size * elements)
+            seconds["F"] += gathered
+            seconds["B"] += gathered if layout.graphs[unit].forward.repeats else 0.0  # others stay gathered
+            copying = cluster.device.moving_seconds((size + summed) * held.all_trained)
         if name == FSDP_OFFLOAD:
             fetch += (PARAMETER * held.all_trained + held.frozen_itemsize * held.all_frozen) / shards / host.bandwidth
         if offloads:
@@ -169,7 +180,7 @@ def simulate_rival(
                 amounts.handed_on / host.bandwidth,
             )
             reduce += GRADIENT * held.all_trained / shards / host.bandwidth / case.microbatches
-        return _Unit(seconds["F"], seconds["B"], fetch, reduce, size * elements, gradients)
+        return _Unit(seconds["F"], seconds["B"], fetch, reduce, copying, size * elements, gradients)
 
     units = {unit: unit_of(unit) for unit in layout.graphs}
     in_order = [units[unit] for unit in amounts.model.units]
@@ -217,6 +228,8 @@ def _micro_batch(units: Sequence[_Unit], slow: tuple[float, float], reduces: boo
     In every phase computation and communication start together, and the next phase waits for both. The gradients of a
     layer are reduced during backward of the next, or before it if the host `waits` for them.
     """
+    if reduces:
+        units = [replace(unit, backward=unit.backward + unit.copying) for unit in units]
     first, *layers, last = units
     phases = [(0.0, first.fetch + last.fetch), (first.forward, layers[0].fetch)]
     phases += [(layer.forward, following.fetch) for layer, following in pairwise(layers)]

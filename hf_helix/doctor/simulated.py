@@ -124,9 +124,10 @@ class SimulatedModel:
         """Returns the amounts of a rank for a micro-batch. Raises ValueError if the model cannot be cut like this."""
         sizes, spread = case.sizes, case.spread_weights
         ways = case.recompute, case.dtype, case.expert_capacity_factor, case.float8, case.whole_logits, case.imbalance
+        fused = case.software.fused
         cut = sizes.tp, sizes.cp, sizes.ep, case.spread_vocabulary and sizes.pp, case.layers_per_stage is not None
         crossing = tuple(inter_node_axes(self.cluster, sizes, bool(spread)))
-        key = cut, case.batch, case.length, ways, tuple(spread.items()), case.streams_weights, crossing
+        key = cut, case.batch, case.length, ways, fused, tuple(spread.items()), case.streams_weights, crossing
         if key not in self._amounts:
             try:
                 self._amounts[key] = self._counted(case, crossing)
@@ -162,6 +163,7 @@ def _config_of(case: Case) -> HelixConfig:
         pp_size=case.sizes.pp if case.spread_vocabulary else 1,
         spread_vocabulary=case.spread_vocabulary,
         float8=case.float8,
+        fused_kernels=case.software.fused,
     )
 
 

@@ -16,6 +16,8 @@ here imports torch.
       peak_tflops: {bf16: 149.7, fp32: 37.4}     dense; fp8 too, with sums in fp32, where the device has it
       matmul: [[1e9, 0.5], [1e11, 0.9]]          floating-point operations of a product -> share of the peak
       attention: [[512, 0.3], [4096, 0.6]]       keys of fused attention -> share of the peak
+      attention_kernels: {flash2: [[8192, 0.35]]}    of other kernels than the one of hf_helix, by name: flash1,
+                                                 flash2 (of torch's attention), flash3; left out, as `attention`
       attention_block: 128                       keys at once; a causal mask spares whole blocks
       exponentials_per_ns: 1000                  of softmax and activations; left out, no time of their own
       memory_gb_per_s: 696
@@ -27,7 +29,8 @@ here imports torch.
     island: {devices: 4, gb_per_s: 25}           of a device to others of its island, in each direction: devices of a
                                                  node with better links, by a bridge or a socket
     node: {gb_per_s: 20, latency_us: 10}         of a device to others of its node, in each direction; with islands, of
-                                                 a link between them, which may have devices_per_link
+                                                 a link between them, which may have devices_per_link; switch: false
+                                                 for devices that are joined in pairs
     network: {gb_per_s: 12.5, latency_us: 20, devices_per_link: 8}     of a link, and how many devices share it
     host: {gb_per_s: 20, memory_gb_per_s: 150}   between the memory of a node's host and each device, in each direction;
                                                  of the host's memory, for all its cores; left out, as here, see `Host`
@@ -62,9 +65,14 @@ from hf_helix.planning.text import shorten_list
 T = TypeVar("T")
 
 ISLAND, NODE, NETWORK = "island", "node", "network"
+IN_PAIRS = 0.5
+"""Of the links between devices that are joined in pairs, the part that a ring of NCCL uses; fitted on published runs of
+KempnerForge on boards of four H200 (docs/doctor.md#fitted-rates)."""
+
 BACKENDS = ("nccl", "gloo")
 FP8 = "fp8"
 TYPES = ("bf16", "fp16", "fp32", FP8)
+ATTENTION_KERNELS = ("flash1", "flash2", "flash3", "ring")
 MOST_EFFICIENT = 1.5
 """The largest share of a curve: a peak may be for large sizes, and data in a cache faster."""
 EFFICIENCY = "[size, share of the peak], sizes growing, such as [[1e9, 0.5], [1e11, 0.9]]"
@@ -100,6 +108,7 @@ class Device:
         memory: without the reserved part.
         peaks, matmul, attention: by type, see `TYPES`.
         exponentials: infinity for no time of their own.
+        attention_kernels: of other kernels than that of `attention`, by name.
         issue_seconds: what the host takes for an operator of a graph.
         replay_seconds: what the host takes for a window from a CUDA graph.
     """
@@ -110,6 +119,7 @@ class Device:
     bandwidth: float
     matmul: Mapping[str, Curve]
     attention: Mapping[str, Curve]
+    attention_kernels: Mapping[str, Curve] = field(default_factory=dict)
     attention_block: int = 1
     exponentials: float = math.inf
     memory_efficiency: Curve = Curve()
@@ -132,6 +142,13 @@ class Link:
     latency: float = 0.0
     devices: int = 1
     efficiency: Curve = Curve()
+    joined: int = 0  # devices that are joined in pairs, without a switch; 0 with a switch
+
+    def share_of(self, ranks: int) -> float:
+        """Returns the part of the bandwidth that a ring of ranks uses: without a switch a device has equal links to
+        each other device, and a ring of more than two ranks uses half of the links between them (`IN_PAIRS`)."""
+        used = 1.0 if ranks == 2 else IN_PAIRS
+        return used * (ranks - 1) / (self.joined - 1) if self.joined > 1 else 1.0
 
     def seconds(self, count: float, messages: int = 1) -> float:
         """Returns the seconds of carrying bytes, in so many messages after each other."""
@@ -283,13 +300,15 @@ def parse_cluster(data: Any, where: str) -> Cluster:
     node, network = top.section(NODE, optional=per_node == 1), top.section(NETWORK, optional=nodes == 1)
     near = top.section(ISLAND, optional=True)
     island, sources = _island(near, per_node), top.section("sources", optional=True)
-    host = top.section("host", optional=True)
+    host, switched = top.section("host", optional=True), node.choice("switch", (True, False))
     cluster = Cluster(
         name=top.text("name"),
         nodes=nodes,
         devices_per_node=per_node,
         device=_device(device),
-        node=_link(node, _sharing(node, "island.devices", island.devices) if island else 1),
+        node=_link(
+            node, _sharing(node, "island.devices", island.devices) if island else 1, 0 if switched else per_node
+        ),
         network=_link(network, _sharing(network, "devices_per_node", per_node)),
         island=island,
         host=Host(*(host.number(key, usual) * 1e9 for key, usual in (("gb_per_s", 20.0), ("memory_gb_per_s", 150.0)))),
@@ -315,6 +334,7 @@ def _device(section: _Section) -> Device:
         bandwidth=section.number("memory_gb_per_s") * 1e9,
         matmul=_curves(section, "matmul", peaks),
         attention=_curves(section, "attention", peaks),
+        attention_kernels=_attention_kernels(section.section("attention_kernels", optional=True)),
         attention_block=section.count("attention_block", 1),
         exponentials=section.number("exponentials_per_ns", math.inf) * 1e9,
         memory_efficiency=section.curve("memory_efficiency"),
@@ -325,6 +345,12 @@ def _device(section: _Section) -> Device:
     )
 
 
+def _attention_kernels(section: _Section) -> dict[str, Curve]:
+    curves = {key: section.curve(key) for key in ATTENTION_KERNELS if key in section.left}
+    section.refuse_rest(f"; the kernels are {', '.join(ATTENTION_KERNELS)}")
+    return curves
+
+
 def _peaks(section: _Section) -> dict[str, float]:
     peaks = {key: section.number(key) * 1e12 for key in TYPES if key in section.left}
     section.refuse_rest(f"; name one or more of {', '.join(TYPES)}")
@@ -333,7 +359,7 @@ def _peaks(section: _Section) -> dict[str, float]:
     return peaks
 
 
-def _link(section: _Section, devices: int = 1) -> Link:
+def _link(section: _Section, devices: int = 1, joined: int = 0) -> Link:
     if section.is_empty:  # there is nothing to carry
         return Link(math.inf)
     return Link(
@@ -341,6 +367,7 @@ def _link(section: _Section, devices: int = 1) -> Link:
         latency=section.number("latency_us", 0.0, least=0) * 1e-6,
         devices=devices,
         efficiency=section.curve("efficiency"),
+        joined=joined,
     )
 
 

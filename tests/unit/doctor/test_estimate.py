@@ -1,23 +1,28 @@
 """Times by hand: kernels, collectives inside a node and between nodes, shared links, contention, waiting."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from support.simulated import case_of, cluster_with, counted, on_meta
 
+from hf_helix.doctor.amounts.amounts import OperatorAmounts
 from hf_helix.doctor.amounts.meter import ATTENTION, MATMUL, OTHER, Kernel, Transfer
+from hf_helix.doctor.case import FLASH1, FLASH2, HELIX, MEGATRON, Software
 from hf_helix.doctor.estimate import (
     Ring,
     Sizes,
     estimate_profile,
     inter_node_axes,
     kernel_seconds,
+    operator_seconds,
     ring_of,
     rings,
     transfer_seconds,
 )
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.timing.cluster import IN_PAIRS
 from hf_helix.planning.window.layout import named_operators
 
 GB = 10**9
@@ -41,6 +46,59 @@ GB = 10**9
 )
 def test_a_kernel_takes_what_its_operations_or_its_bytes_take(kernel: Kernel, device: dict[str, Any], expected: float):
     assert kernel_seconds(kernel, cluster_with(device=device), "bf16") == pytest.approx(expected)
+
+
+ATTENDED = Kernel(ATTENTION, 1e12, GB, (512, 512, 64))
+OTHERS: dict[str, Any] = {"attention": [[512, 0.5]], "attention_kernels": {"flash2": [[512, 0.25]]}}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "software", "expected"),
+    [
+        (ATTENDED, Software(attention=FLASH2), 0.04),
+        (ATTENDED, Software(attention=FLASH1), 0.02),  # of which the device says nothing
+        (Kernel(MATMUL, 1e12, GB), Software(products=0.5), 0.02),
+        (Kernel(OTHER, 0.0, GB), Software(memory=0.5), 0.002),
+    ],
+)
+def test_other_software_has_other_kernels(kernel: Kernel, software: Software, expected: float):
+    assert kernel_seconds(kernel, cluster_with(device=OTHERS), "bf16", software) == pytest.approx(expected)
+
+
+def test_collectives_of_hf_helix_have_kernels_and_rows_may_go_once_to_a_node():
+    cluster, axes = cluster_with(**TWO_NODES), {"experts": Ring(8, (1, 4))}
+    counted = OperatorAmounts(
+        kernels=[Kernel(OTHER, 0.0, GB)], transfers=[Transfer("experts", "exchange_rows", 6 * GB)]
+    )
+    sent = transfer_seconds(counted.transfers[0], axes["experts"], cluster)
+    half = transfer_seconds(Transfer("experts", "exchange_rows", 3 * GB), axes["experts"], cluster)
+    ways = {HELIX: sent + 0.001, MEGATRON: sent, replace(MEGATRON, once_a_node=0.5): half}
+    for software, expected in ways.items():
+        taken = operator_seconds(counted, Kind.INTER_NODE, axes, cluster, "bf16", software)
+        assert taken == pytest.approx(expected)
+
+
+def test_float8_of_other_software_multiplies_weight_gradients_and_frozen_weights():
+    case = case_of(1, 2, 256, float8="tensorwise")
+    amounts = counted(on_meta(hidden_size=512, intermediate_size=1024), bf16=True, batch=2, length=256)
+    device = {"peak_tflops": {"bf16": 0.001, "fp8": 0.002}}  # nothing else takes time
+    cluster = cluster_with(device=device)
+    seconds = [
+        estimate_profile(amounts, amounts.layout, replace(case, software=software), cluster).times
+        for software in (HELIX, MEGATRON)
+    ]
+    ours, theirs = (sum(times[name] for name in amounts.operators if name[0] == "layer") for times in seconds)
+    assert ours > 1.8 * theirs, "counted without fp8, of which only linears are multiplied"
+    (head,) = (name for name in amounts.operators if name[0] == "head" and name[1].endswith(".W"))
+    assert seconds[0][head] == seconds[1][head]
+
+
+@pytest.mark.parametrize(("ranks", "links"), [(4, IN_PAIRS), (2, 1 / 3)])
+def test_devices_without_a_switch_have_a_part_of_their_links_to_each_other(ranks: int, links: float):
+    whole, pairs = (cluster_with(devices_per_node=4, node={"gb_per_s": 100, "switch": each}) for each in (True, False))
+    sent, ring = Transfer("tp", "all_gather", 6 * GB), Ring(ranks, (1, ranks))
+    expected = transfer_seconds(sent, ring, whole) / links
+    assert transfer_seconds(sent, ring, pairs) == pytest.approx(expected)
 
 
 LINKS: dict[str, Any] = {
