@@ -274,17 +274,30 @@ def kernel_of(
         place = 4 if first == 0 else 7
         causal = kwargs.get("is_causal", len(args) > place and args[place])
         return attention_kernel(q, k, v, bool(causal), backward=first > 0)
+    if packet in _WINDOWS:
+        first = _WINDOWS[packet]
+        q, k, v = (value.transpose(1, 2) for value in args[first : first + 3])
+        return attention_kernel(q, k, v, False, backward=first > 0, window=kwargs.get("window_size_left", -2) + 1)
     if packet in _GATHERING:
         return Kernel(OTHER, 0.0, 2 * _bytes(outputs))
     exponentials = outputs[0].numel() if packet in _EXPONENTIALS else 0
     return Kernel(OTHER, 0.0, _bytes(inputs) + _bytes(outputs), exponentials=exponentials)
 
 
-def attention_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, backward: bool) -> Kernel:
+def attention_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, backward: bool, window: int = 0) -> Kernel:
     """Returns the kernel of fused attention on [batch, heads, tokens, size]: scores are not stored, backward computes
-    them again, with five products for the two of forward, and a causal mask leaves out half of the products."""
+    them again, with five products for the two of forward, and a causal mask leaves out half of the products.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        causal: whether keys after a query are left out.
+        backward: whether the kernel is of the backward pass.
+        window: how many keys a query sees; 0 or less for all.
+    """
     batch, heads, queries, size = q.shape
-    keys, of_values = k.shape[2], v.shape[3]
+    keys, of_values = min(window, k.shape[2]) if window > 0 else k.shape[2], v.shape[3]
     causal = causal and queries == keys
     pairs = batch * heads * queries * keys * (0.5 if causal else 1.0)
     flops = 2.0 * pairs * ((3 * size + 2 * of_values) if backward else (size + of_values))
@@ -359,6 +372,7 @@ _ATTENTIONS = {
     aten._scaled_dot_product_flash_attention_for_cpu: 0,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: 1,
 }
+_WINDOWS = {aten._flash_attention_forward: 0, aten._flash_attention_backward: 1}
 
 
 class _Attention(torch.autograd.Function):

@@ -6,6 +6,8 @@ Must hold: equal to the attention module's own `forward`, for every attention im
 tokens covers a token and the n - 1 tokens before, padding counted.
 """
 
+import functools
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -24,8 +26,16 @@ from hf_helix.models.four_bit import value_dtype
 from hf_helix.models.graph.builder import Builder, Cut, Used
 from hf_helix.models.graph.context import ATTENTION, RING, TRANSFER
 from hf_helix.operators.attention.kernels import kernel_for
-from hf_helix.operators.attention.partial import AttentionKernel, Exact
-from hf_helix.operators.attention.ring_attention import GatheredBlocks, JoinBlocks, RingBlock, RingStep
+from hf_helix.operators.attention.partial import AttentionKernel, AttentionMask, Exact
+from hf_helix.operators.attention.ring_attention import (
+    PADDING,
+    GatheredBlocks,
+    JoinBlocks,
+    RingBlock,
+    RingStep,
+    visible_pairs,
+)
+from hf_helix.operators.attention.sinks import attend
 from hf_helix.operators.communication.collectives import AllGather
 from hf_helix.operators.param_shard import CUT_DIM_0
 
@@ -36,7 +46,8 @@ SlidingWindow = int | None
 def causal_masks(
     model: Any, sliding_windows: Iterable[SlidingWindow], ids: Tensor, mask: Tensor | None, documents: Tensor | None
 ) -> dict[SlidingWindow, Any]:
-    """Returns the mask of Transformers for each window: a tensor, None, or the implementation's own form.
+    """Returns the mask of Transformers for each window: a tensor, None, or the implementation's own form; of a model
+    with sinks an `AttentionMask`, unless the batch brings masks of its own (of four dimensions).
 
     Transformers is given neither positions nor a mask without hidden tokens: reading the values would wait for the
     device.
@@ -48,6 +59,9 @@ def causal_masks(
         mask: see `Family.attention_inputs`.
         documents: see `Family.attention_inputs`.
     """
+    if _runs_sinks(model) and (mask is None or mask.dim() == 2):
+        hiding = documents if mask is None else torch.where(mask != 0, 0, PADDING)
+        return {window: _seen(window, ids, hiding) for window in set(sliding_windows)}
     embeddings = like_embeddings(model, ids)
     apart = None if documents is None else _within(documents.expand(len(ids), -1))
     masks = {}
@@ -62,6 +76,24 @@ def causal_masks(
             allow_is_causal_skip=mask is None,
         )
     return masks
+
+
+def _runs_sinks(model: Any) -> bool:
+    """Returns whether a model's attention is the eager attention of its file, with sinks."""
+    eager = getattr(sys.modules[type(model).__module__], "eager_attention_forward", None)
+    implementation = model.config.get_text_config()._attn_implementation
+    return implementation == "eager" and eager is not None and _has_sinks(eager)
+
+
+def _seen(window: SlidingWindow, ids: Tensor, documents: Tensor | None) -> AttentionMask:
+    """Returns the keys that the queries of a batch see; `documents` are those of every token [batch or 1, sequence], or
+    `PADDING`."""
+    length = ids.shape[1]
+    window = window if window is not None and window < length else None
+    if documents is None:
+        return AttentionMask(causal=True, window=window)
+    places = torch.arange(length, device=ids.device)
+    return AttentionMask(mask=visible_pairs(documents.expand(len(ids), -1), places, places, window, unpads=False))
 
 
 def _within(documents: Tensor) -> Callable[[Any, Any, Any, Any], Any]:
@@ -141,6 +173,24 @@ class Attention:
         padded, length = values[0].shape[0], positions.shape[-1]
         given = [value[:length] if padded > length else value for value in values]
         q, k, v, *made = self.heads(*given, **rope)
+        mask = masks[self.sliding_window] if self.has_mask else next(iter(made), None)
+        out = self._attended(q, k, v, mask, positions, ends)
+        out = out.flatten(2).transpose(0, 1)
+        return functional.pad(out, (0, 0, 0, 0, 0, padded - length)) if padded > length else out.contiguous()
+
+    def _attended(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, positions: Tensor, ends: Mapping[str, Any]
+    ) -> Tensor:
+        """Returns attention [batch, tokens, heads, size of values]: by a fused kernel where the mask is one of a model
+        with sinks, else by the attention interface of Transformers."""
+        dropout = self.dropout if self.module.training else 0.0
+        if isinstance(mask, AttentionMask) and not dropout and self._is_fused:
+            sinks = self.tensors.get(SINKS)
+            # With a sink, a query without visible keys gets zeros, as of `sdpa`; without, the mean, as of `eager`.
+            averages = sinks is None and mask.mask is not None
+            kernel = kernel_for("eager" if averages else "sdpa", q.device)
+            return attend(kernel, q, k, v, mask, self.options["scaling"], sinks)
+        mask = as_bias(mask, q, k) if isinstance(mask, AttentionMask) else mask
         implementation = self.module.config._attn_implementation
         # Flash attention would look for documents in the positions, in every layer, and wait for the device.
         documents = ends if implementation in FLASH else {"position_ids": positions}
@@ -149,14 +199,27 @@ class Attention:
             q,
             k,
             v,
-            masks[self.sliding_window] if self.has_mask else next(iter(made), None),
-            dropout=self.dropout if self.module.training else 0.0,
+            mask,
+            dropout=dropout,
             **self.options,
             **self.tensors,
             **documents,
         )
-        out = out.flatten(2).transpose(0, 1)
-        return functional.pad(out, (0, 0, 0, 0, 0, padded - length)) if padded > length else out.contiguous()
+        return out
+
+    @functools.cached_property
+    def _is_fused(self) -> bool:
+        """Whether the eager attention has sinks, and nothing else that a fused kernel would leave out."""
+        return _has_sinks(self.eager) and not (unknown_options(self.options) or self.tensors.keys() - {SINKS})
+
+
+def as_bias(seen: AttentionMask, q: Tensor, k: Tensor) -> Tensor | None:
+    """Returns a mask as eager attention adds it to the products of queries and keys [batch or 1, 1, queries, keys]."""
+    hidden = seen.hides(q.shape[2], k.shape[2], q.device)
+    if hidden is None:
+        return None
+    bias = q.new_zeros(hidden.numel() // (q.shape[2] * k.shape[2]), 1, q.shape[2], k.shape[2])
+    return bias.masked_fill_(hidden.view_as(bias), torch.finfo(q.dtype).min)
 
 
 class WithGroups:
@@ -216,7 +279,8 @@ def declare_attention(
     """
     module = attention.module
     if b.cp.size == 1:
-        is_lowered = module.config._attn_implementation == "sdpa"  # by autocast, one kernel later
+        # by autocast, one kernel later
+        is_lowered = module.config._attn_implementation == "sdpa" or _has_sinks(attention.eager)
         attention.heads = b.compiled(_in_type_of_values(attention.heads) if is_lowered else attention.heads)
         return b.autograd(
             name,
@@ -310,10 +374,10 @@ def _shared_form(
         return kernel_for(implementation, device), None
     if implementation == "eager" and _is_one_of(eager, CAPPED) and not tensors:
         return Exact(averages=True, cap=cap), None
-    if implementation == "eager" and _is_one_of(eager, WITH_SINKS) and tensors <= {SINKS}:
+    if implementation == "eager" and _has_sinks(eager) and tensors <= {SINKS}:
         # With a sink, a query without visible keys gets zeros, as of `sdpa`; without, the mean, as of other `eager`.
         return kernel_for("sdpa" if tensors else "eager", device), attention.tensors.get(SINKS)
-    unknown = sorted(name for name, value in attention.options.items() if name not in KNOWN and value is not None)
+    unknown = unknown_options(attention.options)
     special = [*sorted(tensors), *unknown, *(["softcap"] if cap is not None and implementation in FLASH else [])]
     if implementation == "eager" or special:
         raise ValueError(
@@ -323,6 +387,17 @@ def _shared_form(
             "model may do without what is special in it"
         )
     return kernel_for(implementation, device), None
+
+
+def unknown_options(options: Mapping[str, Any]) -> list[str]:
+    """Returns the options of the attention interface that a kernel with log-sum-exp would leave out."""
+    return sorted(name for name, value in options.items() if name not in KNOWN and value is not None)
+
+
+@functools.cache
+def _has_sinks(eager: Callable[..., Any]) -> bool:
+    """Returns whether eager attention has sinks, and is plain otherwise."""
+    return _is_one_of(eager, WITH_SINKS)
 
 
 def _is_one_of(eager: Callable[..., Any], homes: Sequence[str]) -> bool:

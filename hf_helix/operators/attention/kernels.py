@@ -207,7 +207,19 @@ def kernel_for(implementation: str, device: torch.device) -> AttentionKernel:
     own = () if implementation == "sdpa" else (Flash(capability, unpads=True),)
     if device.type == "cuda":
         return FirstOf(*own, *cuda_kernels(capability))
-    return FirstOf(*own, TorchCpu()) if device.type in ("cpu", "meta") else FirstOf(*own)
+    if device.type == "meta":  # kernels are counted there: windows as of a GPU
+        return FirstOf(*own, _Windows(HOPPER), TorchCpu())
+    return FirstOf(*own, TorchCpu()) if device.type == "cpu" else FirstOf(*own)
+
+
+HOPPER: Capability = (9, 0)
+
+
+class _Windows(Flash):
+    """The flash attention of torch, for windows only."""
+
+    def supports(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
+        return seen.window is not None and super().supports(q, k, seen)
 
 
 def cuda_kernels(capability: Capability) -> tuple[AttentionKernel, ...]:

@@ -213,21 +213,77 @@ class Fused(AttentionKernel):
         return (q, k, v) if self.grouped else (q, _for_every_head(k, q), _for_every_head(v, q))
 
 
+Tile = tuple[slice, slice, AttentionMask]
+"""Some of the queries, the keys within their window, and the mask between them."""
+
+
 class TorchCpu(Fused):
-    """The kernel of `scaled_dot_product_attention` on CPU."""
+    """The kernel of `scaled_dot_product_attention` on CPU. A mask is an additive bias; under a window the queries are
+    taken in parts, each with the keys within its window."""
+
+    part = 128  # the least queries of a part
 
     def supports(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
-        return seen.is_plain
+        return seen.blank is None
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
-        o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, seen.causal, scale=scale)
+        if seen.is_plain:
+            o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, seen.causal, scale=scale)
+            return o, lse
+        outputs = []
+        for rows, columns, mask in self._tiles(q, k, seen):
+            queries, bias = q[:, :, rows], _bias(q, mask, rows, columns)
+            o, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+                queries, k[:, :, columns], v[:, :, columns], 0.0, False, attn_mask=bias, scale=scale
+            )
+            nothing = lse < HIDDEN / 2
+            outputs.append((o.masked_fill(nothing.unsqueeze(-1), 0.0), lse.masked_fill(nothing, -torch.inf)))
+        o, lse = (values[0] if len(values) == 1 else torch.cat(values, 2) for values in zip(*outputs, strict=True))
         return o, lse
 
     def _differentiate(self, gradient: Tensor, of: Attended, seen: AttentionMask, scale: float) -> Tensors:
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, *of, 0.0, seen.causal, scale=scale
-        )
-        return dq, dk, dv
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        if seen.is_plain:
+            dq, dk, dv = backward(gradient, *of, 0.0, seen.causal, scale=scale)
+            return dq, dk, dv
+        q, k, v, o, lse = of
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # so that a query that sees nothing has the weights zero
+        queries, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
+        for rows, columns, mask in self._tiles(q, k, seen):
+            given = [value[:, :, rows] for value in (gradient, q)]
+            given += [value[:, :, columns] for value in (k, v)] + [value[:, :, rows] for value in (o, lse)]
+            bias = _bias(q, mask, rows, columns)
+            dq, *of_keys = backward(*given, 0.0, False, attn_mask=bias, scale=scale)
+            queries.append(dq)
+            for total, part in zip((dk, dv), of_keys, strict=True):
+                total[:, :, columns] += part
+        return queries[0] if len(queries) == 1 else torch.cat(queries, 2), dk, dv
+
+    def _tiles(self, q: Tensor, k: Tensor, seen: AttentionMask) -> list[Tile]:
+        queries, keys = q.shape[2], k.shape[2]
+        if seen.window is None:
+            return [(slice(0, queries), slice(0, keys), seen)]
+        size, tiles = max(self.part, seen.window), []
+        for start in range(0, queries, size):
+            end = min(queries, start + size)
+            last = min(keys, seen.apart + end) if seen.causal else keys
+            first = max(0, min(last - 1, seen.apart + start - seen.window + 1))
+            mask = AttentionMask(seen.causal, seen.window, seen.apart + start - first)
+            tiles.append((slice(start, end), slice(first, last), mask))
+        return tiles
+
+
+HIDDEN = -1e30
+"""The bias of a hidden key: with minus infinity, rows that see nothing would give no numbers."""
+
+
+def _bias(q: Tensor, seen: AttentionMask, rows: slice, columns: slice) -> Tensor:
+    """Returns the bias that hides keys from queries [batch or 1, 1, queries, keys]."""
+    hidden = seen.hides(rows.stop - rows.start, columns.stop - columns.start, q.device)
+    assert hidden is not None, "a mask, or a window"
+    hidden = hidden.reshape(-1, 1, *hidden.shape[-2:])
+    dtype = torch.float32 if q.dtype is torch.float16 else q.dtype  # fp16 ends before
+    return torch.zeros(hidden.shape, dtype=dtype, device=q.device).masked_fill_(hidden, HIDDEN)
 
 
 class FirstOf(AttentionKernel):

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, Attended, AttentionKernel, AttentionMask, merge
+from hf_helix.operators.attention.sinks import gradient_of_sinks, with_sinks
 from hf_helix.operators.base import Computation, OperatorContext, Tensors, TransferFn
 from hf_helix.operators.communication.collectives import OverAxis
 from hf_helix.operators.communication.transport import Axis
@@ -115,9 +116,8 @@ class RingBlock(Computation):
 class JoinBlocks(Computation):
     """The end of the blocks: output [n, batch, heads * value_dim] and its log-sum-exp [batch, heads, n].
 
-    A sink is an additional logit of a head, beside the logits of the keys, with a value of zero. With the sink in the
-    output and in the log-sum-exp, the blocks' backward is the backward of attention with sinks. With sinks, backward
-    also reads output and log-sum-exp.
+    With sinks (`hf_helix.operators.attention.sinks`) in the output and in the log-sum-exp, the blocks' backward is the
+    backward of attention with sinks, and the backward of this operator also reads both.
 
     Args:
         dtype: of queries, keys and values where there is no autocast.
@@ -143,8 +143,7 @@ class JoinBlocks(Computation):
         ctx.saved = so_far.shape[1], so_far.shape[3] - 1
         out, lse = so_far[..., :-1][..., : self.value_dim], so_far[..., -1]
         if self.sinks is not None:
-            both = torch.logaddexp(lse, self.sinks.float().unsqueeze(-1))
-            out, lse = out * (lse - both).exp().unsqueeze(-1), both
+            out, lse = with_sinks(out, lse, self.sinks)
         out = ctx.precision.cast_for_matmul(out.to(self.dtype))
         return out.permute(2, 0, 1, 3).flatten(2), lse.contiguous()
 
@@ -156,10 +155,9 @@ class JoinBlocks(Computation):
         return (_padded(gradient.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3), size).contiguous(),)
 
     def _add_to_sinks(self, sinks: Tensor, gradient: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Adds to the gradients of sinks: a sink takes its weight from all keys equally."""
-        delta = (gradient.float() * out.float()).unflatten(-1, (len(sinks), -1)).sum(-1)
-        weights = (sinks.float().unsqueeze(-1) - lse).exp().permute(2, 0, 1)
-        add_to_bias_gradients((sinks,), -(weights * delta).sum((0, 1)).unsqueeze(0))
+        """Adds to the gradients of sinks."""
+        delta = (gradient.float() * out.float()).unflatten(-1, (len(sinks), -1)).sum(-1).permute(1, 2, 0)
+        add_to_bias_gradients((sinks,), gradient_of_sinks(delta, lse, sinks).unsqueeze(0))
 
 
 class GatheredBlocks(Computation):
@@ -258,17 +256,25 @@ def _seen_within(
     documents: Tensor, queries: Tensor, keys: Tensor, window: int | None, kernel: AttentionKernel
 ) -> AttentionMask:
     """Returns the mask by which queries see the keys of their own document, by positions in the sequence."""
-    seen = _sees(documents, queries, keys, window, kernel.unpads)
+    seen = visible_pairs(documents, queries, keys, window, kernel.unpads)
     if not kernel.averages:
         return AttentionMask(mask=seen)
     everywhere = torch.arange(documents.shape[1], device=documents.device)
-    blank = ~_sees(documents, queries, everywhere, window, kernel.unpads).any(-1)
+    blank = ~visible_pairs(documents, queries, everywhere, window, kernel.unpads).any(-1)
     return AttentionMask(mask=seen | (blank[:, :, None] & (documents[:, None, keys] != ABSENT)), blank=blank)
 
 
-def _sees(documents: Tensor, queries: Tensor, keys: Tensor, window: int | None, unpads: bool) -> Tensor:
-    """Returns the visible pairs. A mask hides only keys: unless left out, hidden queries belong to the row's only
-    document."""
+def visible_pairs(documents: Tensor, queries: Tensor, keys: Tensor, window: int | None, unpads: bool) -> Tensor:
+    """Returns True where a query sees a key [batch, queries, keys]. A mask hides only keys: unless left out, hidden
+    queries belong to the row's only document.
+
+    Args:
+        documents: the document of every token, or one of the marks above [batch, full sequence].
+        queries: the positions of the queries.
+        keys: the positions of the keys.
+        window: how many tokens a query looks back on, itself included; None for all.
+        unpads: whether hidden tokens are left out.
+    """
     real = documents >= 0
     own = documents if unpads else documents.clamp(min=0)
     places = real.cumsum(1) if unpads else torch.arange(documents.shape[1], device=documents.device).unsqueeze(0)
