@@ -68,20 +68,17 @@ class DoctorCommand(OnCluster):
         from hf_helix.doctor.case import STATES
         from hf_helix.doctor.layouts import CLOSE
         from hf_helix.doctor.report import dropped_lines, help_lines, ranking_lines, shown_steps
-        from hf_helix.engine.advice import remember
-        from hf_helix.models.peft import base_of
-        from hf_helix.models.registry import family_of
+        from hf_helix.tuning.found_layouts import remember
 
         tokens = parse_count(self.batch_tokens)
         self.check("top", "sequence_length")
         cluster = self.scaled_cluster()
         simulated = self.simulated_model(cluster)
-        base = base_of(simulated.model)
         ranking = self._search(simulated, cluster, tokens, self.top)
         if self.offload == AUTO:
             ranking = self._with_offload(ranking, simulated, cluster, tokens)
         if not ranking.steps:
-            family_of(base).digest(base)  # raises where no layout at all can be made
+            check_derived(simulated)
             rivals = ranking.fitting_rivals(cluster)
             helps = [f"{each.name}, {each.step.tokens_per_second:,.0f} tokens/s" for each in rivals]
             helps += self._what_helps(simulated, tokens)
@@ -99,7 +96,7 @@ class DoctorCommand(OnCluster):
         usual = self.network is None and self.state_bytes == STATES and not (best.case.offload or best.case.float8)
         if usual and not assumes_rows:  # a run is told nothing that was only supposed
             speeds = {step.case.sizes: step.tokens_per_second for step in ranking.steps}
-            remember(base, speeds, cluster, self.dtype, self.sequence_length, tokens)
+            remember(simulated.facts.digest, speeds, cluster, self.dtype, self.sequence_length, tokens)
         trained = f", LoRA adapters of rank {self.lora_r}" if self.lora_r else ""
         devices = f"{cluster.name}, {cluster.devices} devices"
         print(f"{simulated.name}{trained} on {devices}, {tokens:,} tokens a step asked for")
@@ -205,6 +202,15 @@ class DoctorCommand(OnCluster):
                 leading=leading,
                 layout=self.layout,
             ).run()
+
+
+def check_derived(simulated: SimulatedModel) -> None:
+    """Raises ValueError where no layout at all can be made of a model."""
+    from hf_helix.models.peft import base_of
+    from hf_helix.models.registry import family_of
+
+    base = base_of(simulated.model)
+    family_of(base).digest(base)
 
 
 def _print_step(step: Step, title: str, simulated: SimulatedModel, cluster: Cluster) -> None:

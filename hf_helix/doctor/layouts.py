@@ -127,6 +127,7 @@ class Search:
             cuts.setdefault((sizes.tp, sizes.cp, sizes.ep), []).append(sizes)
         found: list[Step | Dropped] = []
         rivals: list[RivalStep] = []
+        self.model.prepare(replace(self.usual, sizes=mine[0]) for mine in cuts.values())
         for place, (best, others) in enumerate(in_processes(self._best_of_cut, list(cuts.values()), self.workers), 1):
             found += best
             rivals += others

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hf_helix.config import AUTO, EVERY_MICROBATCH, OFFLOAD
-from hf_helix.doctor.amounts.amounts import Amounts
+from hf_helix.doctor.amounts.records import Amounts
 from hf_helix.doctor.case import ELEMENT, GRADIENT, PARAMETER, Case
 from hf_helix.doctor.estimate import estimate_profile
 from hf_helix.doctor.memory import (
@@ -24,9 +24,7 @@ from hf_helix.doctor.memory import (
 )
 from hf_helix.doctor.reductions import cast_seconds, with_reductions
 from hf_helix.doctor.window import Fidelity, WindowClock, schedule_of, usual_schedules
-from hf_helix.engine.build import FULL_GRADIENTS
-from hf_helix.operators.vocab_pipeline import slice_names
-from hf_helix.planning.graph.backward import transfer_graphs
+from hf_helix.planning.graph.backward import slice_names, transfer_graphs
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import runs_one_strand
@@ -36,6 +34,7 @@ from hf_helix.planning.schedule.placement import FRONT, REAR, count_layers, half
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.timing.sizes import FULL_GRADIENTS
 from hf_helix.planning.window.layout import Layout, named_operators, place_names
 
 OPTIMIZER_BYTES = 32

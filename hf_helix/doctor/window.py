@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from hf_helix.config import AUTO
-from hf_helix.doctor.amounts.amounts import Amounts
+from hf_helix.doctor.amounts.records import Amounts
 from hf_helix.doctor.case import Case
 from hf_helix.doctor.estimate import LEAST
 from hf_helix.doctor.memory import Drawing
 from hf_helix.doctor.reductions import with_reductions
-from hf_helix.operators.vocab_pipeline import FIRST, NEXT
+from hf_helix.planning.graph.backward import FIRST, NEXT
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import make_plan, runs_one_strand

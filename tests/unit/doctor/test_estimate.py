@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from support.simulated import case_of, cluster_with, counted, on_meta
 
-from hf_helix.doctor.amounts.meter import ATTENTION, MATMUL, OTHER, Kernel, Transfer
+from hf_helix.doctor.amounts.records import ATTENTION, MATMUL, OTHER, Kernel, Transfer
 from hf_helix.doctor.estimate import (
     Ring,
     Sizes,
