@@ -201,6 +201,7 @@ class DoctorCommand(OnCluster):
                 workers=usable_cores(),
                 leading=leading,
                 layout=self.layout,
+                wanted=max(1, leading),
             ).run()
 
 
@@ -218,19 +219,25 @@ def _print_step(step: Step, title: str, simulated: SimulatedModel, cluster: Clus
 
     from hf_helix.doctor.layouts import ONE_STRAND
     from hf_helix.doctor.report import shards_line, step_lines
-    from hf_helix.doctor.step import simulate_step
+    from hf_helix.doctor.step import OF_STEPS, simulate_step
+
+    def other(**options: Any) -> Step:
+        case = replace(step.case, **options)
+
+        def find() -> Step:
+            return simulate_step(simulated.amounts(case), case, cluster, step.fidelity)
+
+        return simulated.answer(("step", cluster, step.fidelity), case, find, OF_STEPS)
 
     print(f"\n{title}:")
     print("\n".join(step_lines(step, cluster)))
     if step.case.plan != ONE_STRAND:
-        single = replace(step.case, plan=ONE_STRAND)
-        alone = simulate_step(simulated.amounts(single), single, cluster, step.fidelity)
+        alone = other(plan=ONE_STRAND)
         print(
             f"  one strand    {alone.seconds:10.3f} s     two strands are {alone.seconds / step.seconds:.2f}x as fast"
         )
     if step.case.sizes.spread() and not (step.case.shard_optimizer or step.case.shard_parameters):
-        shared = replace(step.case, shard_optimizer=True)
-        print(shards_line(step, simulate_step(simulated.amounts(shared), shared, cluster, step.fidelity)))
+        print(shards_line(step, other(shard_optimizer=True)))
 
 
 def parse_count(text: str) -> int:

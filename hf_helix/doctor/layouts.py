@@ -24,6 +24,7 @@ from hf_helix.doctor.processes import in_processes
 from hf_helix.doctor.rivals import RIVALS, RivalStep, rival_cases, simulate_rival
 from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.doctor.step import (
+    OF_STEPS,
     Step,
     bound_step,
     detailed_step,
@@ -144,20 +145,25 @@ class Search:
     workers: int = 1  # number of processes; 1 for no further process
     leading: int = 0  # number of leading steps predicted at higher fidelity, besides plain data parallelism
     layout: str = ""  # the name of a further layout to predict at higher fidelity
+    wanted: int = 0  # number of the fastest layouts to know; others may be of `Fidelity.BOUND`. 0 to know all
     _peaks: dict[Case, list[Peak]] = field(default_factory=dict)
     _leaders: Leaders | None = None
 
     def run(self) -> Ranking:
-        """Returns the layouts by speed; none if nothing fits. Raises ValueError if the cluster has no rate for the type
-        of matrix products, or the schedule is unknown."""
+        """Returns the layouts by speed, as found before if the question was asked before; none if nothing fits. Raises
+        ValueError if the cluster has no rate for the type of matrix products, or the schedule is unknown."""
         check_schedule(self.usual.schedule)
+        question = "ranking", self.cluster, self.batch_tokens, self.leading, self.layout, self.wanted
+        return self.model.answer(question, self.usual, self._found, (Ranking, Dropped, RivalStep, *OF_STEPS))
+
+    def _found(self) -> Ranking:
         candidates = list(layouts(self.cluster, self.model.experts > 1))
         cuts: dict[tuple[int, ...], list[Sizes]] = {}
         for sizes in candidates:  # amounts are counted once for each of these cuts
             cuts.setdefault((sizes.tp, sizes.cp, sizes.ep), []).append(sizes)
         found: list[Step | Dropped] = []
         rivals: list[RivalStep] = []
-        self._leaders = Leaders(max(1, self.leading))
+        self._leaders = Leaders(self.wanted) if self.wanted else None
         self.model.prepare(replace(self.usual, sizes=mine[0]) for mine in cuts.values())
         for place, (best, others) in enumerate(in_processes(self._best_of_cut, list(cuts.values()), self.workers), 1):
             found += best
@@ -194,7 +200,7 @@ class Search:
         """Returns the steps, of which those that are shown have exposed communication, bubble and waits."""
         timed = {step.case: step for step in shown if step.fidelity is Fidelity.TIMED}
         made = dict(zip(timed, in_processes(self._detailed, list(timed.values()), self.workers), strict=True))
-        return [made.get(step.case, step) for step in steps]
+        return [replace(made.get(step.case, step), planned=None) for step in steps]
 
     def _detailed(self, timed: Step) -> Step:
         return detailed_step(self.model.amounts(timed.case), timed, self.cluster)

@@ -12,9 +12,10 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from hf_helix.config import SCHEDULES
 from hf_helix.doctor.amounts.kept import KeptAmounts
 from hf_helix.doctor.amounts.records import Amounts, Facts
 from hf_helix.doctor.case import Case
@@ -23,6 +24,8 @@ from hf_helix.planning.timing.cluster import Cluster
 
 if TYPE_CHECKING:
     from hf_helix.doctor.counting import Counter
+
+Answer = TypeVar("Answer")
 
 
 class SimulatedModel:
@@ -116,6 +119,22 @@ class SimulatedModel:
         if isinstance(amounts, ValueError):
             raise amounts
         return amounts
+
+    def answer(self, question: object, case: Case, find: Callable[[], Answer], classes: Iterable[type]) -> Answer:
+        """Returns the answer to a question about the model on its cluster, from disk where it was found before.
+
+        Args:
+            question: all that the answer depends on beside the model, the cluster and the case; its `repr` counts.
+            case: the case; a schedule of its own file is not kept, since the file may change.
+            find: finds the answer.
+            classes: the classes of the answer's values.
+        """
+        if self._kept is None or case.schedule not in SCHEDULES:
+            return find()
+        by_name = {each.__name__: each for each in classes}
+        key = f"{question!r}, {case!r} of {self.images_per_row} images on {self.cluster!r}"
+        found: Answer = self._kept.answer(key, find, by_name)
+        return found
 
     def prepare(self, cases: Iterable[Case]) -> None:
         """Makes ready for counting, before processes are forked, if one of some cases is not counted yet."""

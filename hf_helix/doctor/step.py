@@ -34,7 +34,7 @@ from hf_helix.planning.schedule.placement import FRONT, REAR, count_layers, half
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
-from hf_helix.planning.timing.sizes import FULL_GRADIENTS
+from hf_helix.planning.timing.sizes import FULL_GRADIENTS, Sizes
 from hf_helix.planning.window.layout import Layout, named_operators, place_names
 
 OPTIMIZER_BYTES = 32
@@ -89,6 +89,10 @@ class Step:
         """TFLOP/s of a device, with causal and with full attention."""
         causal, full = (flops / self.seconds / 1e12 for flops in self.model_flops)
         return causal, full
+
+
+OF_STEPS = (Step, Case, Sizes, Memory, Fidelity, Kind)
+"""The classes of the values of a step that is not drawn."""
 
 
 def layout_of(amounts: Amounts, case: Case) -> Layout:

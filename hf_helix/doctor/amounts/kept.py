@@ -1,7 +1,8 @@
-"""Counts of a model on disk, so that a later question about the same model needs neither torch nor counting.
+"""Counts of a model on disk, so that a later question about the same model needs neither torch nor counting; and the
+answers to earlier questions.
 
 In:   the digest of a model's configuration, of the options of a count, and of the code that counts.
-Out:  `Facts`, `Amounts`, or the error of a layout that cannot be cut.
+Out:  `Facts`, `Amounts`, or the error of a layout that cannot be cut; rankings and steps.
 Must hold: a change of the code of hf_helix, or of a package that counts, makes all files stale; a file is complete or
 not there; an unreadable file is counted anew. Files are JSON of plain values: reading one runs no code.
 """
@@ -39,11 +40,11 @@ CLASSES: Mapping[str, Any] = {
         Operator,
         TokenFlops,
         Layout,
+        Kind,
+        Part,
     )
 }
 """The classes of values in a file."""
-
-ENUMS: Mapping[str, Any] = {"Kind": Kind, "Part": Part}
 
 
 class KeptAmounts:
@@ -67,6 +68,16 @@ class KeptAmounts:
         found: Amounts | ValueError = self._kept(key, count)
         return found
 
+    def answer(self, question: str, find: Callable[[], Any], classes: Mapping[str, Any]) -> Any:
+        """Returns the answer to a question about the model, found if it is not on disk.
+
+        Args:
+            question: all that the answer depends on beside the model and the code.
+            find: finds the answer.
+            classes: the classes of the answer's values, by name.
+        """
+        return self._kept(question, find, classes)
+
     def has(self, key: str) -> bool:
         """Returns whether a key is on disk."""
         return self._path(key).exists()
@@ -74,10 +85,10 @@ class KeptAmounts:
     def _path(self, key: str) -> Path:
         return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.json"
 
-    def _kept(self, key: str, count: Callable[[], Any]) -> Any:
+    def _kept(self, key: str, count: Callable[[], Any], classes: Mapping[str, Any] = CLASSES) -> Any:
         path = self._path(key)
         try:
-            return from_json(json.loads(path.read_text())["value"])
+            return from_json(json.loads(path.read_text())["value"], classes)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             pass
         value = count()
@@ -133,19 +144,17 @@ def to_json(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not kept on disk")
 
 
-def from_json(data: Any) -> Any:
-    """Returns the value of `to_json`."""
+def from_json(data: Any, classes: Mapping[str, Any] = CLASSES) -> Any:
+    """Returns the value of `to_json`; `classes` are those of its values, by name."""
     if isinstance(data, list):
-        return tuple([from_json(each) for each in data])
+        return tuple([from_json(each, classes) for each in data])
     if not isinstance(data, dict):
         return data
     kind = data[IS]
     if kind == "list":
-        return [from_json(each) for each in data["items"]]
+        return [from_json(each, classes) for each in data["items"]]
     if kind == "mapping":
-        return {from_json(key): from_json(each) for key, each in data["items"]}
+        return {from_json(key, classes): from_json(each, classes) for key, each in data["items"]}
     if kind == "ValueError":
         return ValueError(data["text"])
-    if kind in ENUMS:
-        return ENUMS[kind](data["value"])
-    return CLASSES[kind](**{name: from_json(each) for name, each in data.items() if name != IS})
+    return classes[kind](**{name: from_json(each, classes) for name, each in data.items() if name != IS})
