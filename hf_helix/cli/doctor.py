@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from hf_helix.cli.options import option
+from hf_helix.cli.options import option, parse_count
 from hf_helix.cli.simulate import OnCluster
 from hf_helix.config import AUTO, OF_A_NODE, OFFLOADS, HelixConfig, format_rate
 from hf_helix.doctor.processes import usable_cores
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from hf_helix.doctor.layouts import Ranking
     from hf_helix.doctor.simulated import SimulatedModel
     from hf_helix.doctor.step import Step
-
-UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 
 
 @dataclass(kw_only=True)
@@ -51,6 +49,7 @@ class DoctorCommand(OnCluster):
     """
 
     batch_tokens: str = option("4M", "tokens of an optimizer step, such as 512k (512,000) or 4M")
+    tokens: str | None = option(None, "tokens of the whole training, such as 100B; also says its days and device hours")
     offload: str = option(
         AUTO,
         "what lies in the memory of the host: optimizer (masters and states); parameters (all weights, too); none; "
@@ -67,10 +66,18 @@ class DoctorCommand(OnCluster):
         """Prints the best layouts."""
         from hf_helix.doctor.case import STATES
         from hf_helix.doctor.layouts import CLOSE
-        from hf_helix.doctor.report import dropped_lines, help_lines, ranking_lines, shown_steps
+        from hf_helix.doctor.report import (
+            dropped_lines,
+            help_lines,
+            ranking_lines,
+            roomier_text,
+            shown_steps,
+            training_line,
+        )
         from hf_helix.tuning.found_layouts import remember
 
-        tokens = parse_count(self.batch_tokens)
+        tokens = parse_count(self.batch_tokens, "--batch_tokens", "512k or 4M")
+        of_training = parse_count(self.tokens, "--tokens", "20B or 1.5T") if self.tokens is not None else None
         self.check("top", "sequence_length")
         cluster = self.scaled_cluster()
         simulated = self.simulated_model(cluster)
@@ -91,7 +98,7 @@ class DoctorCommand(OnCluster):
                 f"(--sequence_length) or more tokens in a step (--batch_tokens) may; {reasons.lstrip()}"
             )
         best = ranking.steps[0]
-        chosen = self._chosen(ranking) if self.layout else best
+        chosen = self._chosen(ranking) if self.layout else ranking.proposed(cluster)
         assumes_rows = self.imbalance > 1 or self.expert_capacity_factor is not None
         usual = self.network is None and self.state_bytes == STATES and not (best.case.offload or best.case.float8)
         if usual and not assumes_rows:  # a run is told nothing that was only supposed
@@ -112,7 +119,10 @@ class DoctorCommand(OnCluster):
             print(line)
         if simulated.experts > 1 and not assumes_rows:
             print("Experts get equal rows here; --imbalance 1.3 leaves time and memory for 1.3 times the mean.")
-        _print_step(chosen, "The best" if chosen is best else "As asked", simulated, cluster)
+        title = "The best" if chosen is best else "As asked" if self.layout else roomier_text(best, cluster)
+        _print_step(chosen, title, simulated, cluster)
+        if of_training is not None:
+            print(training_line(chosen, of_training, cluster))
         if self.html:
             self.write_page(simulated, cluster, shown_steps(ranking, cluster, self.top), "\n".join(lines))
         if self.why:
@@ -238,18 +248,6 @@ def _print_step(step: Step, title: str, simulated: SimulatedModel, cluster: Clus
         )
     if step.case.sizes.spread() and not (step.case.shard_optimizer or step.case.shard_parameters):
         print(shards_line(step, other(shard_optimizer=True)))
-
-
-def parse_count(text: str) -> int:
-    """Returns the number of a text, for example 512k or 4M. Raises ValueError if there is none."""
-    unit = text[-1:] if text[-1:] in UNITS else ""
-    try:
-        count = int(float(text.removesuffix(unit)) * UNITS[unit])
-    except (ValueError, OverflowError):
-        count = 0
-    if count < 1:
-        raise ValueError(f"--batch_tokens {text}: give a number of tokens, such as 512k or 4M")
-    return count
 
 
 def launch_file(step: Step, cluster: Cluster) -> str:

@@ -14,7 +14,7 @@ from math import inf, isinf, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_helix.cli.options import Command, config_option, configuration_file, option
+from hf_helix.cli.options import Command, config_option, configuration_file, length, option
 from hf_helix.config import (
     AUTO,
     FLOAT8,
@@ -54,7 +54,7 @@ class OnCluster(Command):
         None,
         "another network: faster by a factor, such as x2 or x0.5, or a node's speed, such as 10gbit or 10gbit,50us",
     )
-    sequence_length: int = option(4096, "tokens in a sequence")
+    sequence_length: int = option(4096, "tokens in a sequence, such as 8192 or 8k (8,000)", type=length)
     images_per_row: int | None = option(
         None,
         "images in a row, for a model with a tower of images; 1 where its work can be counted. Images are square, of "

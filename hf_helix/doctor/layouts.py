@@ -53,6 +53,7 @@ OFF = 0.1  # largest relative difference between the tokens of a step and the re
 WIDEST = 8  # most ranks of tensor parallelism over several nodes of few devices
 ONE_STRAND = "sequential"
 CLOSE = 0.05  # of a step: predictions nearer to each other are too close to tell which is faster
+HEADROOM = 0.05  # of a device's memory: what a prediction may miss
 
 SEARCHING = 0.8  # progress after the search at `Fidelity.QUICK`
 
@@ -77,6 +78,14 @@ class Ranking:
     def plain(self) -> Step | None:
         """Returns the fastest step with data parallelism alone; None if none fits."""
         return next((step for step in self.steps if is_plain(step.case)), None)
+
+    def proposed(self, cluster: Cluster) -> Step:
+        """Returns the step to train with: the fastest with `HEADROOM` of the memory free, among those too close to the
+        first to tell which is faster; the first if none has as much."""
+        best, room = self.steps[0], (1 - HEADROOM) * cluster.device.memory
+        known = [step for step in self.steps if step.fidelity is not Fidelity.BOUND]
+        near = [step for step in known if step.tokens_per_second > (1 - CLOSE) * best.tokens_per_second]
+        return next((step for step in near if step.memory.total <= room), best)
 
     def merged(self, other: Ranking) -> Ranking:
         """Returns, for each combination of parallel sizes, the other search's step if that is clearly faster."""
