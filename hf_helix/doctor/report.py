@@ -104,8 +104,8 @@ def roomier_text(best: Step, cluster: Cluster) -> str:
     """Returns why another layout than the first is proposed."""
     free = max(0.0, 1 - best.memory.total / cluster.device.memory)
     return (
-        f"Proposed, since {size_text(best.case.sizes)} leaves {free:.1%} of the memory free, and this, too close to tell "
-        f"which is faster, {HEADROOM:.0%} or more"
+        f"Proposed, since {size_text(best.case.sizes)} leaves {free:.1%} of the memory free, and this leaves "
+        f"{HEADROOM:.0%} or more; too close to tell which is faster"
     )
 
 
