@@ -70,7 +70,13 @@ class Lifetimes:
 
 
 def outputs_of(layout: Layout, unit: int, values: Collection[str]) -> Iterator[tuple[bool, int]]:
-    """Yields the outputs of a unit among some values, as (whether forward, index of the output)."""
+    """Yields the outputs of a unit among some values, as (whether forward, index of the output).
+
+    Args:
+        layout: has the graphs of the unit.
+        unit: an index.
+        values: the names of values.
+    """
     pair = layout.graphs[layout.units[unit]]
     for forward, graph in ((True, pair.forward), (False, pair.backward)):
         yield from ((forward, position) for position, name in enumerate(graph.outputs) if name in values)
