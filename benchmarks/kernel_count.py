@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from benchmarks.common import options_of
 from hf_helix.config import HelixConfig
-from hf_helix.doctor.simulated import amounts_of
+from hf_helix.doctor.counting import amounts_of
 from hf_helix.engine.synthetic import model_on_meta
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp32": None}

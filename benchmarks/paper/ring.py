@@ -15,7 +15,7 @@ the backward of the layer, beside that of the MLP. In the canonical order, which
 
 from dataclasses import replace
 
-from hf_helix.doctor.amounts.amounts import Amounts
+from hf_helix.doctor.amounts.records import Amounts
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Operator, Part
 

@@ -24,8 +24,7 @@ from dataclasses import dataclass, replace
 from benchmarks.paper.models import build_model
 from benchmarks.paper.published import DHELIX, INTRA_BATCH, MEGATRON, TOP_K, WAVELET, Row
 from benchmarks.paper.ring import with_megatron_ring
-from hf_helix.doctor.amounts.amounts import Amounts, OperatorAmounts
-from hf_helix.doctor.amounts.meter import Transfer
+from hf_helix.doctor.amounts.records import Amounts, OperatorAmounts, Transfer
 from hf_helix.doctor.case import ELEMENT, Case
 from hf_helix.doctor.estimate import operator_seconds, rings, transfer_seconds
 from hf_helix.doctor.memory import held_weights

@@ -105,7 +105,7 @@ class CheckCommand(Command):
 def _misfits(subject: Subject, configs: Sequence[HelixConfig]) -> list[tuple[HelixConfig, str]]:
     """Returns the layouts that cannot cut a configuration at its own sizes, each with the reason; of a class, which has
     no sizes, all of several if its code cannot be derived."""
-    from hf_helix.doctor.simulated import check_cut, kinds_of
+    from hf_helix.doctor.counting import check_cut, kinds_of
     from hf_helix.engine.proof.prove import reason_of
     from hf_helix.engine.synthetic import model_on_meta
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from hf_helix.cli.options import option
+from hf_helix.cli.options import option, parse_count
 from hf_helix.cli.simulate import OnCluster
 from hf_helix.config import AUTO, OF_A_NODE, OFFLOADS, HelixConfig, format_rate
 from hf_helix.doctor.processes import usable_cores
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from hf_helix.doctor.layouts import Ranking
     from hf_helix.doctor.simulated import SimulatedModel
     from hf_helix.doctor.step import Step
-
-UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 
 
 @dataclass(kw_only=True)
@@ -51,6 +49,7 @@ class DoctorCommand(OnCluster):
     """
 
     batch_tokens: str = option("4M", "tokens of an optimizer step, such as 512k (512,000) or 4M")
+    tokens: str | None = option(None, "tokens of the whole training, such as 100B; also says its days and device hours")
     offload: str = option(
         AUTO,
         "what lies in the memory of the host: optimizer (masters and states); parameters (all weights, too); none; "
@@ -67,20 +66,25 @@ class DoctorCommand(OnCluster):
         """Prints the best layouts."""
         from hf_helix.doctor.case import STATES
         from hf_helix.doctor.layouts import CLOSE
-        from hf_helix.doctor.report import dropped_lines, help_lines, ranking_lines, shown_steps
-        from hf_helix.engine.advice import remember
-        from hf_helix.models.peft import base_of
-        from hf_helix.models.registry import family_of
+        from hf_helix.doctor.report import (
+            dropped_lines,
+            help_lines,
+            ranking_lines,
+            roomier_text,
+            shown_steps,
+            training_line,
+        )
+        from hf_helix.tuning.found_layouts import remember
 
-        tokens = parse_count(self.batch_tokens)
+        tokens = parse_count(self.batch_tokens, "--batch_tokens", "512k or 4M")
+        of_training = parse_count(self.tokens, "--tokens", "20B or 1.5T") if self.tokens is not None else None
         cluster = self.scaled_cluster()
         simulated = self.simulated_model(cluster)
-        base = base_of(simulated.model)
         ranking = self._search(simulated, cluster, tokens, self.top)
         if self.offload == AUTO:
             ranking = self._with_offload(ranking, simulated, cluster, tokens)
         if not ranking.steps:
-            family_of(base).digest(base)  # raises where no layout at all can be made
+            check_derived(simulated)
             rivals = ranking.fitting_rivals(cluster)
             helps = [f"{each.name}, {each.step.tokens_per_second:,.0f} tokens/s" for each in rivals]
             helps += self._what_helps(simulated, tokens)
@@ -93,12 +97,12 @@ class DoctorCommand(OnCluster):
                 f"(--sequence_length) or more tokens in a step (--batch_tokens) may; {reasons.lstrip()}"
             )
         best = ranking.steps[0]
-        chosen = self._chosen(ranking) if self.layout else best
+        chosen = self._chosen(ranking) if self.layout else ranking.proposed(cluster)
         assumes_rows = self.imbalance > 1 or self.expert_capacity_factor is not None
         usual = self.network is None and self.state_bytes == STATES and not (best.case.offload or best.case.float8)
         if usual and not assumes_rows:  # a run is told nothing that was only supposed
             speeds = {step.case.sizes: step.tokens_per_second for step in ranking.steps}
-            remember(base, speeds, cluster, self.dtype, self.sequence_length, tokens)
+            remember(simulated.facts.digest, speeds, cluster, self.dtype, self.sequence_length, tokens)
         trained = f", LoRA adapters of rank {self.lora_r}" if self.lora_r else ""
         devices = f"{cluster.name}, {cluster.devices} devices"
         print(f"{simulated.name}{trained} on {devices}, {tokens:,} tokens a step asked for")
@@ -114,7 +118,10 @@ class DoctorCommand(OnCluster):
             print(line)
         if simulated.experts > 1 and not assumes_rows:
             print("Experts get equal rows here; --imbalance 1.3 leaves time and memory for 1.3 times the mean.")
-        _print_step(chosen, "The best" if chosen is best else "As asked", simulated, cluster)
+        title = "The best" if chosen is best else "As asked" if self.layout else roomier_text(best, cluster)
+        _print_step(chosen, title, simulated, cluster)
+        if of_training is not None:
+            print(training_line(chosen, of_training, cluster))
         if self.html:
             self.write_page(simulated, cluster, shown_steps(ranking, cluster, self.top), "\n".join(lines))
         if self.why:
@@ -203,7 +210,17 @@ class DoctorCommand(OnCluster):
                 workers=usable_cores(),
                 leading=leading,
                 layout=self.layout,
+                wanted=max(1, leading),
             ).run()
+
+
+def check_derived(simulated: SimulatedModel) -> None:
+    """Raises ValueError where no layout at all can be made of a model."""
+    from hf_helix.models.peft import base_of
+    from hf_helix.models.registry import family_of
+
+    base = base_of(simulated.model)
+    family_of(base).digest(base)
 
 
 def _print_step(step: Step, title: str, simulated: SimulatedModel, cluster: Cluster) -> None:
@@ -211,31 +228,25 @@ def _print_step(step: Step, title: str, simulated: SimulatedModel, cluster: Clus
 
     from hf_helix.doctor.layouts import ONE_STRAND
     from hf_helix.doctor.report import shards_line, step_lines
-    from hf_helix.doctor.step import simulate_step
+    from hf_helix.doctor.step import OF_STEPS, simulate_step
+
+    def other(**options: Any) -> Step:
+        case = replace(step.case, **options)
+
+        def find() -> Step:
+            return simulate_step(simulated.amounts(case), case, cluster, step.fidelity)
+
+        return simulated.answer(("step", cluster, step.fidelity), case, find, OF_STEPS)
 
     print(f"\n{title}:")
     print("\n".join(step_lines(step, cluster)))
     if step.case.plan != ONE_STRAND:
-        single = replace(step.case, plan=ONE_STRAND)
-        alone = simulate_step(simulated.amounts(single), single, cluster, step.fidelity)
+        alone = other(plan=ONE_STRAND)
         print(
             f"  one strand    {alone.seconds:10.3f} s     two strands are {alone.seconds / step.seconds:.2f}x as fast"
         )
     if step.case.sizes.spread() and not (step.case.shard_optimizer or step.case.shard_parameters):
-        shared = replace(step.case, shard_optimizer=True)
-        print(shards_line(step, simulate_step(simulated.amounts(shared), shared, cluster, step.fidelity)))
-
-
-def parse_count(text: str) -> int:
-    """Returns the number of a text, for example 512k or 4M. Raises ValueError if there is none."""
-    unit = text[-1:] if text[-1:] in UNITS else ""
-    try:
-        count = int(float(text.removesuffix(unit)) * UNITS[unit])
-    except (ValueError, OverflowError):
-        count = 0
-    if count < 1:
-        raise ValueError(f"--batch_tokens {text}: give a number of tokens, such as 512k or 4M")
-    return count
+        print(shards_line(step, other(shard_optimizer=True)))
 
 
 def launch_file(step: Step, cluster: Cluster) -> str:

@@ -87,7 +87,7 @@ def _folders() -> Iterator[tuple[str, str]]:
     try:
         from huggingface_hub.constants import HF_HOME
 
-        from hf_helix.tuning.cache import cache_root
+        from hf_helix.measure.cache_folder import cache_root
     except ImportError:
         return
     cases = sum(1 for _ in cache_root().glob("*/tuning.json"))

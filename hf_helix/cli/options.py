@@ -177,6 +177,38 @@ def check_output(name: str, path: Path) -> None:
         raise ValueError(f"--{name} {path} cannot be written; give a file in a folder of yours, such as {Path.home()}")
 
 
+UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+
+
+def parse_count(text: str, name: str, such_as: str) -> int:
+    """Returns the number of a text, for example 512k, 4M or 100B.
+
+    Args:
+        text: of a command line.
+        name: of the option.
+        such_as: values that work.
+
+    Raises:
+        ValueError: the text has no number of 1 or more.
+    """
+    unit = text[-1:] if text[-1:] in UNITS else ""
+    try:
+        count = int(float(text.removesuffix(unit)) * UNITS[unit])
+    except (ValueError, OverflowError):
+        count = 0
+    if count < 1:
+        raise ValueError(f"{name} {text}: give a number of tokens, such as {such_as}")
+    return count
+
+
+def length(text: str) -> int:
+    """Returns the tokens of a sequence, for example 4096 or 8k; the type of an option."""
+    try:
+        return int(text) if text.removeprefix("-").isdecimal() else parse_count(text, "--sequence_length", "4096 or 8k")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 # -- work of several commands ----------------------------------------------------------------------------------------
 
 

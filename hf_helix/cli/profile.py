@@ -61,7 +61,7 @@ class ProfileCommand(Command):
 
     def _check_model(self) -> None:
         """Raises ValueError where the model cannot be cut like this."""
-        from hf_helix.doctor.simulated import check_cut, kinds_of
+        from hf_helix.doctor.counting import check_cut, kinds_of
         from hf_helix.engine.synthetic import model_on_meta
 
         model = model_on_meta(self.model)

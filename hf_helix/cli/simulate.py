@@ -7,13 +7,14 @@ Must hold: nothing is measured, and no process is started.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf, isinf, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_helix.cli.options import Command, config_option, configuration_file, option
+from hf_helix.cli.options import Command, config_option, configuration_file, length, option
 from hf_helix.config import (
     AUTO,
     FLOAT8,
@@ -31,6 +32,7 @@ from hf_helix.planning.timing.cluster import Cluster, load_cluster
 from hf_helix.planning.timing.sizes import Sizes
 
 if TYPE_CHECKING:
+    from hf_helix.doctor.amounts.kept import KeptAmounts
     from hf_helix.doctor.case import Case
     from hf_helix.doctor.simulated import SimulatedModel
     from hf_helix.doctor.step import Step
@@ -51,7 +53,7 @@ class OnCluster(Command):
         None,
         "another network: faster by a factor, such as x2 or x0.5, or a node's speed, such as 10gbit or 10gbit,50us",
     )
-    sequence_length: int = option(4096, "tokens in a sequence")
+    sequence_length: int = option(4096, "tokens in a sequence, such as 8192 or 8k (8,000)", type=length)
     images_per_row: int | None = option(
         None,
         "images in a row, for a model with a tower of images; 1 where its work can be counted. Images are square, of "
@@ -82,21 +84,26 @@ class OnCluster(Command):
     def simulated_model(self, cluster: Cluster) -> SimulatedModel:
         """Returns the model, with adapters if they are asked for. Raises ValueError if adapters cannot be made, or an
         option is about experts and the model has none."""
-        import torch
-
-        from hf_helix.doctor.simulated import TYPES, SimulatedModel
-        from hf_helix.engine.synthetic import adapted_on_meta
+        from hf_helix.doctor.simulated import SimulatedModel
 
         path, rank = configuration_file(self.model), self.lora_r
         if rank < 0:
             raise ValueError(
                 f"--lora_r {rank}: give the rank of the adapters, such as 16, or 0 to train the model itself"
             )
-        dtype = TYPES[self.dtype] or torch.float32
         if (images := self.images_per_row) is not None and images < 0:
             raise ValueError(f"--images_per_row {images}: give 1 or more, or 0 for rows of text")
-        model = adapted_on_meta(path, rank, self.target_modules, dtype) if rank else path
-        simulated = SimulatedModel(model, cluster, images)
+
+        def adapted() -> Any:
+            import torch
+
+            from hf_helix.doctor.counting import TYPES
+            from hf_helix.engine.synthetic import adapted_on_meta
+
+            return adapted_on_meta(path, rank, self.target_modules, TYPES[self.dtype] or torch.float32)
+
+        adapters = {"lora_r": rank, "target_modules": self.target_modules, "dtype": self.dtype} if rank else {}
+        simulated = SimulatedModel(adapted if rank else path, cluster, images, kept_amounts(path, images, adapters))
         if images and not simulated.image_tokens:
             raise ValueError(f"--images_per_row {images}: {simulated.name} has no tower of images; leave it out")
         simulated.check_length(self.sequence_length)
@@ -229,6 +236,26 @@ class SimulateCommand(OnCluster):
             spread_vocabulary=self.spread_vocabulary,
             **sharding,
         )
+
+
+def kept_amounts(path: str, images: int | None, adapters: Mapping[str, Any]) -> KeptAmounts | None:
+    """Returns the counts on disk of a configuration; None if its code is not in Transformers.
+
+    Args:
+        path: of the configuration, or of its folder.
+        images: in a row; None for those of the model.
+        adapters: the options of adapters.
+    """
+    from hf_helix.doctor.amounts.kept import KeptAmounts
+
+    file = Path(path)
+    try:
+        config = json.loads((file / "config.json" if file.is_dir() else file).read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(config, dict) or "auto_map" in config:
+        return None
+    return KeptAmounts({"config": config, "images": images, **adapters})
 
 
 def _table(steps: Mapping[str, Step]) -> str:

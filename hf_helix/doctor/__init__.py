@@ -1,7 +1,8 @@
 """The doctor: the fastest layout of a model that fits a cluster, simulated without a measurement.
 
-case          a layout with its micro-batches and options                                      (no torch)
-simulated     the layouts of a model on simulated ranks: the amounts of a rank
+case          a layout with its micro-batches and options
+simulated     the layouts of a model on simulated ranks: the amounts of a rank, counted once
+counting      counts a model on the meta device
 amounts/      the amounts of operators, counted on the meta device
 estimate      amounts and a cluster -> a profile
 reductions    gradient reductions and gathers of weights, once in a window
@@ -11,7 +12,9 @@ step          an optimizer step: time, throughput, memory
 exactness     the error of predictions of published runs, by kind
 rivals        a step under other ways to train: FSDP, HSDP, ZeRO-2, with the host
 layouts       the search of layouts
-processes     simulations in several processes                                              (no torch)
+processes     simulations in several processes
 report        steps and rankings as text
 page          the same as a page for a browser, with the memory of a window over time
+
+Only `counting`, the counts in `amounts/` and `page` import torch.
 """

@@ -11,8 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hf_helix.doctor.amounts.amounts import Amounts, OperatorAmounts
-from hf_helix.doctor.amounts.meter import ATTENTION, MATMUL, Kernel, Transfer
+from hf_helix.doctor.amounts.records import ATTENTION, MATMUL, Amounts, Kernel, OperatorAmounts, Transfer
 from hf_helix.doctor.case import HELIX, Case, Software
 from hf_helix.planning.graph.backward import OF_SLICES
 from hf_helix.planning.graph.operator import Kind

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any
 
 from hf_helix.config import AUTO, OFFLOAD, RECOMPUTE, REDUCE_GRADIENTS
 from hf_helix.doctor.case import Case
@@ -22,7 +24,10 @@ from hf_helix.doctor.processes import in_processes
 from hf_helix.doctor.rivals import RIVALS, RivalStep, rival_cases, simulate_rival
 from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.doctor.step import (
+    OF_STEPS,
     Step,
+    bound_step,
+    detailed_step,
     even_counts,
     layout_of,
     memory_of_case,
@@ -48,6 +53,7 @@ OFF = 0.1  # largest relative difference between the tokens of a step and the re
 WIDEST = 8  # most ranks of tensor parallelism over several nodes of few devices
 ONE_STRAND = "sequential"
 CLOSE = 0.05  # of a step: predictions nearer to each other are too close to tell which is faster
+HEADROOM = 0.05  # of a device's memory: what a prediction may miss
 
 SEARCHING = 0.8  # progress after the search at `Fidelity.QUICK`
 
@@ -73,11 +79,21 @@ class Ranking:
         """Returns the fastest step with data parallelism alone; None if none fits."""
         return next((step for step in self.steps if is_plain(step.case)), None)
 
+    def proposed(self, cluster: Cluster) -> Step:
+        """Returns the step to train with: the fastest with `HEADROOM` of the memory free, among those too close to the
+        first to tell which is faster; the first if none has as much."""
+        best, room = self.steps[0], (1 - HEADROOM) * cluster.device.memory
+        known = [step for step in self.steps if step.fidelity is not Fidelity.BOUND]
+        near = [step for step in known if step.tokens_per_second > (1 - CLOSE) * best.tokens_per_second]
+        return next((step for step in near if step.memory.total <= room), best)
+
     def merged(self, other: Ranking) -> Ranking:
         """Returns, for each combination of parallel sizes, the other search's step if that is clearly faster."""
         best = {step.case.sizes: step for step in self.steps}
         for step in other.steps:
             mine = best.get(step.case.sizes)
+            if mine is not None and step.fidelity is Fidelity.BOUND:  # may be slower than that
+                continue
             if mine is None or step.tokens_per_second > (1 + CLOSE) * mine.tokens_per_second:
                 best[step.case.sizes] = step
         steps = sorted(best.values(), key=lambda step: -step.tokens_per_second)
@@ -101,6 +117,29 @@ class _Found:
     is_scarce: bool
 
 
+class Leaders:
+    """The speeds of the fastest layouts so far, shared by the processes of a search.
+
+    Args:
+        count: of the layouts that are looked for.
+    """
+
+    def __init__(self, count: int) -> None:
+        has_fork = "fork" in multiprocessing.get_all_start_methods()
+        self._speeds: Any = multiprocessing.get_context("fork" if has_fork else None).Array("d", count)
+
+    @property
+    def least(self) -> float:
+        """The speed below which a layout is none of the fastest; 0 while fewer are known."""
+        return float(min(self._speeds[:]))
+
+    def add(self, speed: float) -> None:
+        """Adds the speed of a layout."""
+        with self._speeds.get_lock():
+            slowest = min(range(len(self._speeds)), key=lambda place: self._speeds[place])
+            self._speeds[slowest] = max(speed, self._speeds[slowest])
+
+
 @dataclass
 class Search:
     """The search of layouts for one model, cluster and number of tokens."""
@@ -115,18 +154,26 @@ class Search:
     workers: int = 1  # number of processes; 1 for no further process
     leading: int = 0  # number of leading steps predicted at higher fidelity, besides plain data parallelism
     layout: str = ""  # the name of a further layout to predict at higher fidelity
+    wanted: int = 0  # number of the fastest layouts to know; others may be of `Fidelity.BOUND`. 0 to know all
     _peaks: dict[Case, list[Peak]] = field(default_factory=dict)
+    _leaders: Leaders | None = None
 
     def run(self) -> Ranking:
-        """Returns the layouts by speed; none if nothing fits. Raises ValueError if the cluster has no rate for the type
-        of matrix products, or the schedule is unknown."""
+        """Returns the layouts by speed, as found before if the question was asked before; none if nothing fits. Raises
+        ValueError if the cluster has no rate for the type of matrix products, or the schedule is unknown."""
         check_schedule(self.usual.schedule)
+        question = "ranking", self.cluster, self.batch_tokens, self.leading, self.layout, self.wanted
+        return self.model.answer(question, self.usual, self._found, (Ranking, Dropped, RivalStep, *OF_STEPS))
+
+    def _found(self) -> Ranking:
         candidates = list(layouts(self.cluster, self.model.experts > 1))
         cuts: dict[tuple[int, ...], list[Sizes]] = {}
         for sizes in candidates:  # amounts are counted once for each of these cuts
             cuts.setdefault((sizes.tp, sizes.cp, sizes.ep), []).append(sizes)
         found: list[Step | Dropped] = []
         rivals: list[RivalStep] = []
+        self._leaders = Leaders(self.wanted) if self.wanted else None
+        self.model.prepare(replace(self.usual, sizes=mine[0]) for mine in cuts.values())
         for place, (best, others) in enumerate(in_processes(self._best_of_cut, list(cuts.values()), self.workers), 1):
             found += best
             rivals += others
@@ -146,17 +193,26 @@ class Search:
         while True:
             steps = sorted(steps, key=lambda step: -step.tokens_per_second)
             plain = [step for step in steps if is_plain(step.case)][: min(1, self.leading)]
-            asked = [step for step in steps if is_named(step.case.sizes, self.layout)]
+            asked = [step for step in steps if self._is_asked(step.case.sizes)]
             leading = (*steps[: self.leading], *plain, *asked)
-            quick = {step.case: step for step in leading if step.fidelity is Fidelity.QUICK}
-            if self.progress is not None:
-                self.progress(1 - (1 - SEARCHING) * min(1.0, len(quick) / max(1, self.leading)))
+            quick = {step.case: step for step in leading if step.fidelity in (Fidelity.BOUND, Fidelity.QUICK)}
             if not quick:
-                return steps, unfit
+                return self._with_details(steps, leading), unfit
+            if self.progress is not None:
+                self.progress(1 - (1 - SEARCHING) * min(1.0, (1 + len(quick)) / (2 + self.leading)))
             made = dict(zip(quick, in_processes(self._exact, list(quick.values()), self.workers), strict=True))
             unfit += [each for each in made.values() if isinstance(each, Dropped)]
             looked_at = [made.get(step.case, step) for step in steps]
             steps = [each for each in looked_at if isinstance(each, Step)]
+
+    def _with_details(self, steps: Sequence[Step], shown: Sequence[Step]) -> list[Step]:
+        """Returns the steps, of which those that are shown have exposed communication, bubble and waits."""
+        timed = {step.case: step for step in shown if step.fidelity is Fidelity.TIMED}
+        made = dict(zip(timed, in_processes(self._detailed, list(timed.values()), self.workers), strict=True))
+        return [replace(made.get(step.case, step), planned=None) for step in steps]
+
+    def _detailed(self, timed: Step) -> Step:
+        return detailed_step(self.model.amounts(timed.case), timed, self.cluster)
 
     def _exact(self, quick: Step) -> Step | Dropped:
         """Returns a step at higher fidelity, without `shard_optimizer` if the step then fits and is faster.
@@ -164,18 +220,25 @@ class Search:
         Programs may need more memory than the schedule predicted. Then the search is repeated with a memory budget
         smaller by this factor, and the fastest fitting case is returned, or the reason for none.
         """
-        budget, found = self.cluster.device.memory, quick
+        found = quick
+        if quick.fidelity is Fidelity.BOUND:
+            best = replace(self, _leaders=None)._best(quick.case.sizes)
+            if isinstance(best, Dropped):
+                return best
+            found = best
+        budget = self.cluster.device.memory
         allowed = budget  # falls in every round, so that two cases do not take turns for ever
         while True:
             found = self._with_unsharded_optimizer(found)
             case = found.case
-            step = simulate_step(self.model.amounts(case), case, self.cluster, Fidelity.WHOLE)
+            step = simulate_step(self.model.amounts(case), case, self.cluster, Fidelity.TIMED)
             needed, seemed = step.memory.total, self._memory(case)
             if needed <= budget:
                 return self._with_cut_layers(step)
             allowed = min(0.99 * allowed, min(0.99, budget / needed) * seemed)
             device = replace(self.cluster.device, memory=allowed)
-            other = replace(self, cluster=replace(self.cluster, device=device))._best(case.sizes)
+            smaller = replace(self.cluster, device=device)
+            other = replace(self, cluster=smaller, _leaders=None)._best(case.sizes)
             if isinstance(other, Dropped) or other.case == case:
                 return Dropped(case, needs_text(needed, budget))
             found = other
@@ -194,6 +257,12 @@ class Search:
         are sharded only if full weights leave too little memory, since sharded weights move more bytes; and only
         without a pipeline, whose stages would gather weights for every one of many micro-batches.
         """
+        found = self._best_way(sizes)
+        if self._leaders is not None and isinstance(found, Step) and found.fidelity is not Fidelity.BOUND:
+            self._leaders.add(found.tokens_per_second)
+        return found
+
+    def _best_way(self, sizes: Sizes) -> Step | Dropped:
         fastest = self._fastest_of_strands(sizes)
         full = fastest.best
         if not fastest.is_scarce or sizes.pp > 1 or not sizes.spread():
@@ -259,8 +328,7 @@ class Search:
                 cases = self._with_slices(self._fitting(case, best.case if best is not None else None))
             except ValueError as error:  # larger micro-batches need more memory
                 return _Found(best or Dropped(case, str(error)), True)
-            steps = [simulate_step(self.model.amounts(each), each, self.cluster, Fidelity.QUICK) for each in cases]
-            step = max(steps, key=lambda each: each.tokens_per_second)
+            step = max([self._quick(each, best) for each in cases], key=lambda each: each.tokens_per_second)
             if best is not None and step.tokens_per_second <= best.tokens_per_second:
                 break
             best = step
@@ -268,6 +336,21 @@ class Search:
             assert last is not None
             return _Found(last, False)
         return _Found(best, best.case.recompute != "none")
+
+    def _quick(self, case: Case, best: Step | None) -> Step:
+        """Returns the step of a case at `Fidelity.QUICK`; at `Fidelity.BOUND` if the case cannot be faster than `best`,
+        the best so far of its sizes, or cannot be among the leading steps."""
+        amounts, sizes = self.model.amounts(case), case.sizes
+        bound = bound_step(amounts, case, self.cluster)
+        least = 0.0 if best is None else best.tokens_per_second
+        if self._leaders is not None and not (is_plain(case) or self._is_asked(sizes)):
+            least = max(least, self._leaders.least)
+        if bound.tokens_per_second <= least:
+            return bound
+        return simulate_step(amounts, case, self.cluster, Fidelity.QUICK)
+
+    def _is_asked(self, sizes: Sizes) -> bool:
+        return is_named(sizes, self.layout)
 
     def _with_unsharded_optimizer(self, step: Step) -> Step:
         """Returns the step without `shard_optimizer` if it fits and is faster, else the given step."""

@@ -18,8 +18,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from hf_helix.doctor.amounts.amounts import Adders, Amounts, Gradient, Weights
-from hf_helix.doctor.amounts.lifetimes import Storage, outputs_of
+from hf_helix.doctor.amounts.records import Adders, Amounts, Gradient, Storage, Weights, outputs_of
 from hf_helix.doctor.case import ELEMENT, GRADIENT, PARAMETER, Case
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.schedule.actions import Schedule, Slot

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from hf_helix.config import HelixConfig
-from hf_helix.doctor.amounts.amounts import Amounts
+from hf_helix.doctor.amounts.records import Amounts
 from hf_helix.doctor.case import Case
+from hf_helix.doctor.counting import amounts_of, kinds_of
 from hf_helix.doctor.memory import Drawing, memory_of, memory_of_window
-from hf_helix.doctor.simulated import amounts_of, kinds_of
 from hf_helix.doctor.step import Step, profile_of, simulate_step
 from hf_helix.doctor.window import Fidelity
 from hf_helix.engine.advice import TYPES

@@ -19,7 +19,7 @@ _work: Callable[[Any], Any] | None = None  # the function of a forked process
 
 def in_processes(work: Callable[[Piece], Result], pieces: Sequence[Piece], workers: int) -> Iterator[Result]:
     """Yields the result of `work` for each piece."""
-    if workers == 1 or "fork" not in multiprocessing.get_all_start_methods():
+    if min(workers, len(pieces)) <= 1 or "fork" not in multiprocessing.get_all_start_methods():
         yield from map(work, pieces)
         return
     with multiprocessing.get_context("fork").Pool(min(workers, len(pieces)), _adopt, (work,)) as pool:

@@ -9,8 +9,7 @@ operators on one link each get half of its bandwidth.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hf_helix.doctor.amounts.amounts import Adders, Amounts, Gradient, KeptWeights
-from hf_helix.doctor.amounts.meter import Transfer
+from hf_helix.doctor.amounts.records import Adders, Amounts, Gradient, KeptWeights, Transfer
 from hf_helix.doctor.case import ELEMENT, GRADIENT, PARAMETER, Case
 from hf_helix.doctor.estimate import LEAST, rings, transfer_seconds
 from hf_helix.planning.graph.operator import Kind

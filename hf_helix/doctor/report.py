@@ -12,7 +12,7 @@ from hf_helix.config import AUTO, OFFLOAD
 from hf_helix.doctor.case import Case
 from hf_helix.doctor.estimate import used_rings
 from hf_helix.doctor.exactness import error_line
-from hf_helix.doctor.layouts import CLOSE, Dropped, Ranking, is_plain
+from hf_helix.doctor.layouts import CLOSE, HEADROOM, Dropped, Ranking, is_plain
 from hf_helix.doctor.memory import bytes_text, needs_text
 from hf_helix.doctor.step import Step
 from hf_helix.planning.graph.operator import Kind
@@ -52,7 +52,10 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
     case = step.case
     peak = cluster.device.peaks[case.dtype] / 1e12
     yield f"{size_text(case.sizes)} on {cluster.name}: {case_text(case)}, {case.length:,} tokens a sequence"
-    yield f"  step          {step.seconds:10.3f} s     {step.tokens_per_second:,.0f} tokens/s of {case.tokens:,} tokens"
+    yield (
+        f"  step          {step.seconds:10.3f} s     {step.tokens_per_second:,.0f} tokens/s of {case.tokens:,} tokens; "
+        f"{step.tokens_per_second / cluster.devices:,.0f} tokens/s of a device"
+    )
     if cluster.nodes > 1:
         yield f"  network       {_network_text(cluster, case.sizes)}"
     if case.layers_per_stage:
@@ -96,6 +99,23 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
         yield f"  host          {bytes_text(step.host):>13}    of each node, for {' and '.join(held)}"
     if step.memory.total > budget:
         yield "  It does not fit."
+
+
+def roomier_text(best: Step, cluster: Cluster) -> str:
+    """Returns why another layout than the first is proposed."""
+    free = max(0.0, 1 - best.memory.total / cluster.device.memory)
+    return (
+        f"Proposed, since {size_text(best.case.sizes)} leaves {free:.1%} of the memory free, and this leaves "
+        f"{HEADROOM:.0%} or more; too close to tell which is faster"
+    )
+
+
+def training_line(step: Step, tokens: int, cluster: Cluster) -> str:
+    """Returns the time of a training of some tokens, at the predicted speed of a step."""
+    seconds = tokens / step.tokens_per_second
+    time = f"{seconds / 86400:,.1f} days" if seconds >= 86400 else f"{seconds / 3600:,.1f} hours"
+    hours = seconds / 3600 * cluster.devices
+    return f"  {tokens / 1e9:,.4g}B tokens take {time}, {hours:,.0f} device hours, at the predicted speed"
 
 
 def _network_text(cluster: Cluster, sizes: Sizes) -> str:

@@ -41,8 +41,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from hf_helix.doctor.amounts.amounts import Amounts
-from hf_helix.doctor.amounts.meter import MATMUL, Transfer
+from hf_helix.doctor.amounts.records import MATMUL, Amounts, Transfer
 from hf_helix.doctor.case import COMPILED, ELEMENT, GRADIENT, PARAMETER, STOCK, Case
 from hf_helix.doctor.estimate import estimate_profile, ring_of, transfer_seconds
 from hf_helix.doctor.memory import Memory

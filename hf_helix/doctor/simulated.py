@@ -1,81 +1,73 @@
-"""Simulated layouts of a model: the amounts of one rank, without the machine.
+"""A model with the amounts of its layouts, each counted once.
 
-In:   a Transformers configuration, or a model on the meta device; a `HelixConfig`, and the sizes of a micro-batch.
-Out:  `Amounts`.
-Must hold: the units are declared as for training; one layer of each kind is declared and run, for any number of
-layers.
+In:   a Transformers configuration, or a model on the meta device; a cluster; a folder of earlier counts.
+Out:  `Facts`, `Amounts`.
+Must hold: a layout counted before, now or in an earlier process, is not counted again; torch and Transformers are
+imported for counting only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import nn
-
-from hf_helix.config import HelixConfig
-from hf_helix.doctor.amounts.amounts import (
-    META,
-    Amounts,
-    Model,
-    SimulatedStreams,
-    count_amounts,
-    of_slices_alone,
-    simulated_mesh,
-)
-from hf_helix.doctor.amounts.meter import LargestPosition, Meter, Transfer, meta_as
+from hf_helix.config import SCHEDULES
+from hf_helix.doctor.amounts.kept import KeptAmounts
+from hf_helix.doctor.amounts.records import Amounts, Facts
 from hf_helix.doctor.case import Case
 from hf_helix.doctor.estimate import inter_node_axes
-from hf_helix.engine.build import declare
-from hf_helix.engine.microbatches import LossScale, WindowMaker
-from hf_helix.engine.recompute import modes_of
-from hf_helix.engine.synthetic import model_on_meta
-from hf_helix.models.family import Family
-from hf_helix.models.graph.experts import is_experts
-from hf_helix.models.peft import base_of
-from hf_helix.models.registry import family_of
-from hf_helix.models.towers import IMAGES
-from hf_helix.operators.moe import assuming
-from hf_helix.operators.unit import Unit
-from hf_helix.operators.vocabulary.head import whole_logits
-from hf_helix.operators.vocabulary.pipeline import FIRST, NEXT, slice_buffers
-from hf_helix.planning.plan.registry import baseline_plan
-from hf_helix.planning.schedule.placement import FRONT, REAR, split_layers, stage_ranks
-from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.cluster import Cluster
-from hf_helix.planning.timing.sizes import Sizes
-from hf_helix.report.flops import token_flops
-from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.runtime.rank_units import RankUnits, place_units
-from hf_helix.runtime.runner import Runner
 
-TYPES = {"bf16": torch.bfloat16, "fp32": None}
-"""Type of matrix products in cluster files -> type of autocast; None without autocast."""
+if TYPE_CHECKING:
+    from hf_helix.doctor.counting import Counter
+
+Answer = TypeVar("Answer")
 
 
 class SimulatedModel:
-    """A model with the amounts of its layouts, each counted once. The model is on the meta device, or a configuration
-    or its path; the cluster decides which axes leave a node, and so the kind of their communication. Every row has
-    `images_per_row` images, None for one where the model has a tower whose work can be counted."""
+    """A model with the amounts of its layouts, each counted once; the cluster decides which axes leave a node, and so
+    the kind of their communication.
 
-    def __init__(self, model: Any, cluster: Cluster, images_per_row: int | None = None) -> None:
-        self.model = model if isinstance(model, nn.Module) else model_on_meta(model)
+    Args:
+        model: on the meta device, or a configuration, or the path of it; or a function that returns one of these.
+        cluster: the cluster.
+        images_per_row: the images of every row; None for one where the model has a tower whose work can be counted.
+        kept: the counts of earlier processes; None to keep none.
+    """
+
+    def __init__(
+        self, model: Any, cluster: Cluster, images_per_row: int | None = None, kept: KeptAmounts | None = None
+    ) -> None:
         self.cluster = cluster
-        self.without_images, self.image_tokens = "", 0  # why a tower is not counted; the tokens of an image
-        try:
-            self.image_tokens = _image_tokens(base_of(self.model)) if images_per_row != 0 else 0
-        except ValueError as error:
-            if images_per_row:
-                raise
-            self.without_images = str(error)
+        self._given, self._images, self._kept = model, images_per_row, kept
+        self._amounts: dict[str, Amounts | ValueError] = {}
+        facts = self.facts
+        if facts.without_images and images_per_row:
+            raise ValueError(facts.without_images)
+        self.without_images = facts.without_images if images_per_row != 0 else ""
+        self.image_tokens = facts.image_tokens if images_per_row != 0 else 0
         self.images_per_row = (1 if images_per_row is None else images_per_row) if self.image_tokens else 0
-        self._amounts: dict[object, Amounts | ValueError] = {}
-        self._kinds: Kinds | None = None
+
+    @functools.cached_property
+    def _counter(self) -> Counter:
+        from hf_helix.doctor.counting import Counter
+
+        given = self._given
+        return Counter(given() if inspect.isfunction(given) else given, self._images)
+
+    @functools.cached_property
+    def facts(self) -> Facts:
+        """The properties of the model."""
+        return self._counter.facts() if self._kept is None else self._kept.facts(lambda: self._counter.facts())
+
+    @property
+    def model(self) -> Any:
+        """The model, on the meta device."""
+        return self._counter.model
 
     def on(self, cluster: Cluster) -> SimulatedModel:
         """Returns the same model on another cluster of the same kind of devices; amounts are counted once for both."""
@@ -86,24 +78,21 @@ class SimulatedModel:
     @property
     def name(self) -> str:
         """Class of the model."""
-        return type(base_of(self.model)).__name__
+        return self.facts.name
 
-    @functools.cached_property
+    @property
     def layers(self) -> int:
         """Number of decoder layers."""
-        base = base_of(self.model)
-        return len(list(family_of(base).layers(base)))
+        return self.facts.layers
 
-    @functools.cached_property
+    @property
     def experts(self) -> int:
         """Number of experts of a layer; 1 for a dense model."""
-        weights = [weight for module in self.model.modules() if is_experts(module) for weight in module.parameters()]
-        return max((len(weight) for weight in weights if weight.dim() == 3), default=1)
+        return self.facts.experts
 
     def check_length(self, length: int) -> None:
         """Raises ValueError where rows are longer than the tables of positions."""
-        base = base_of(self.model)
-        positions = family_of(base).num_positions(base)
+        positions = self.facts.positions
         if positions is not None and length > positions:
             raise ValueError(
                 f"--sequence_length {length}: {self.name} has embeddings of {positions:,} positions; give "
@@ -122,221 +111,51 @@ class SimulatedModel:
 
     def amounts(self, case: Case) -> Amounts:
         """Returns the amounts of a rank for a micro-batch. Raises ValueError if the model cannot be cut like this."""
-        sizes, spread = case.sizes, case.spread_weights
-        ways = case.recompute, case.dtype, case.expert_capacity_factor, case.float8, case.whole_logits, case.imbalance
-        fused = case.software.fused
-        cut = sizes.tp, sizes.cp, sizes.ep, case.spread_vocabulary and sizes.pp, case.layers_per_stage is not None
-        crossing = tuple(inter_node_axes(self.cluster, sizes, bool(spread)))
-        key = cut, case.batch, case.length, ways, fused, tuple(spread.items()), case.streams_weights, crossing
+        key, images, crossing = self._key_of(case)
         if key not in self._amounts:
-            try:
-                self._amounts[key] = self._counted(case, crossing)
-            except ValueError as error:
-                self._amounts[key] = error
+            count = functools.partial(self._counted, case, images, crossing)
+            self._amounts[key] = count() if self._kept is None else self._kept.amounts(key, count)
         amounts = self._amounts[key]
         if isinstance(amounts, ValueError):
             raise amounts
         return amounts
 
-    def _kinds_for(self, case: Case) -> Kinds:
-        """Returns the kinds of layers; with halves of layers only for cases that may cut layers."""
-        self._kinds = self._kinds or kinds_of(self.model)
-        return self._kinds if case.layers_per_stage else replace(self._kinds, halved=())
+    def answer(self, question: object, case: Case, find: Callable[[], Answer], classes: Iterable[type]) -> Answer:
+        """Returns the answer to a question about the model on its cluster, from disk where it was found before.
 
-    def _counted(self, case: Case, crossing: Collection[str]) -> Amounts:
-        kinds, sizes = self._kinds_for(case), case.sizes
-        kinds.family.check(base_of(self.model).config, sizes.tp)
-        run = TYPES[case.dtype], self.cluster.backend, kinds, sizes.dp, self.images_per_row * case.batch, crossing
-        with assuming(case.imbalance), whole_logits() if case.whole_logits else nullcontext():
-            return amounts_of(self.model, _config_of(case), case.batch, case.length, *run)
+        Args:
+            question: all that the answer depends on beside the model, the cluster and the case; its `repr` counts.
+            case: the case; a schedule of its own file is not kept, since the file may change.
+            find: finds the answer.
+            classes: the classes of the answer's values.
+        """
+        if self._kept is None or case.schedule not in SCHEDULES:
+            return find()
+        by_name = {each.__name__: each for each in classes}
+        key = f"{question!r}, {case!r} of {self.images_per_row} images on {self.cluster!r}"
+        found: Answer = self._kept.answer(key, find, by_name)
+        return found
 
+    def prepare(self, cases: Iterable[Case]) -> None:
+        """Makes ready for counting, before processes are forked, if one of some cases is not counted yet."""
+        keys = (self._key_of(case)[0] for case in cases)
+        if any(key not in self._amounts and (self._kept is None or not self._kept.has(key)) for key in keys):
+            with contextlib.suppress(ValueError):  # the layouts say why none can be made
+                self._counter.kinds()
 
-def _config_of(case: Case) -> HelixConfig:
-    return HelixConfig(
-        tp_size=case.sizes.tp,
-        cp_size=case.sizes.cp,
-        ep_size=case.sizes.ep,
-        recompute=case.recompute,
-        shard_parameters=bool(case.spread_weights),
-        offload=case.offload if case.streams_weights else None,
-        expert_capacity_factor=case.expert_capacity_factor,
-        pp_size=case.sizes.pp if case.spread_vocabulary else 1,
-        spread_vocabulary=case.spread_vocabulary,
-        float8=case.float8,
-        fused_kernels=case.software.fused,
-    )
+    def _key_of(self, case: Case) -> tuple[str, int, tuple[str, ...]]:
+        """Returns the key of the amounts of a case, the images of its micro-batches, and the axes between nodes."""
+        sizes, spread, images = case.sizes, case.spread_weights, self.images_per_row * case.batch
+        ways = case.recompute, case.dtype, case.expert_capacity_factor, case.float8, case.whole_logits, case.imbalance
+        cut = sizes.tp, sizes.cp, sizes.ep, case.spread_vocabulary and sizes.pp, case.layers_per_stage is not None
+        crossing = tuple(inter_node_axes(self.cluster, sizes, bool(spread)))
+        run = crossing, self.cluster.backend, images
+        fused = case.software.fused
+        key = cut, case.batch, case.length, ways, fused, tuple(spread.items()), case.streams_weights, run
+        return str(key), images, crossing
 
-
-@dataclass(frozen=True)
-class Kinds:
-    """The kinds of equal layers of a model; one layer represents each kind."""
-
-    family: Family
-    firsts: Sequence[int]  # the first layer of each kind
-    halved: Sequence[int]  # the second layer of each kind, for the amounts of a layer between two stages
-    kinds: Sequence[int]  # for every layer, the index of its kind in `firsts`
-    model: Model  # the model, without the names of its units
-
-
-def kinds_of(model: Any) -> Kinds:
-    """Returns the kinds of layers of a model, equal in code, options, sizes, types and trained parameters. The full
-    model is declared once, as if for one device, so a model that cannot be run is refused here with ValueError."""
-    base, config = base_of(model), HelixConfig()
-    family = family_of(base)
-    layers = list(family.layers(base))
-    whole = declare(model, config, simulated_mesh({}), modes_of(layers, None, config)).rank_units
-    keys = [
-        (
-            family.layer_key(base, index),
-            bool(getattr(layer, "gradient_checkpointing", False)),
-            tuple((weight.dtype, weight.requires_grad) for weight in layer.parameters()),
-        )
-        for index, layer in enumerate(layers)
-    ]
-    distinct = list(dict.fromkeys(keys))
-    tied = any(len({index for index, _ in row}) > 1 for row in whole.layout.shared)
-    costs = family.head_cost(base), family.embedding_cost(base, 1.0), family.first_least
-    about = Model(type(base).__name__, (), *costs, tied, token_flops(base))
-    kinds = [distinct.index(key) for key in keys]
-    halved = [kinds.index(kind, kinds.index(kind) + 1) for kind in range(len(distinct)) if kinds.count(kind) > 1]
-    named = {unit.name: unit for unit in whole.all_units.values() if unit.graphs.forward.repeats}
-    if len(halved) < len(distinct) or any(layer.halves() is None for layer in named.values()):
-        halved = []
-    return Kinds(family, [keys.index(key) for key in distinct], halved, kinds, about)
-
-
-def amounts_of(
-    model: Any,
-    config: HelixConfig,
-    batch: int,
-    length: int,
-    autocast_dtype: torch.dtype | None = None,
-    backend: str = "nccl",
-    kinds: Kinds | None = None,
-    dp_size: int = 1,
-    images: int = 0,
-    inter_node_axes: Collection[str] = (),
-) -> Amounts:
-    """Returns the amounts of a rank for a micro-batch of `batch` sequences, on a node with all ranks but those of some
-    axes, with as many sample images as `images` says in all (`Towers.sample`). The model, on the meta device, is not
-    changed. Raises ValueError if the model cannot be cut to these sizes."""
-    base = base_of(model)
-    log: list[Transfer] = []
-    spread = Sizes(cp=config.cp_size, dp=dp_size, ep=config.ep_size).spread() if config.shard_parameters else {}
-    mesh = _mesh_of(config, backend, spread, inter_node_axes, log)
-    kinds = kinds or replace(kinds_of(model), halved=())
-    make_buffers = kinds.family.empty(base, config.tp_size)
-    declared = _declared(model, config, mesh, kinds, autocast_dtype)
-    names = [unit.name for _, unit in sorted(declared.all_units.items())]
-    parts = (FRONT, REAR), (FIRST, NEXT)
-    first, *layers, last = [name for name in names if not name.startswith(parts[0]) and not name.endswith(parts[1])]
-    about = replace(kinds.model, units=[first, *(layers[kind] for kind in kinds.kinds), last])
-    rank_units = _one_of_each(declared)
-    whole = {parameter: parameter.data for parameter in rank_units.all_placements}
-    try:
-        _cut(rank_units, mesh)
-        plan = baseline_plan(rank_units.layout, model=type(base).__name__, mesh=config.option_sizes)
-        streams = SimulatedStreams(log)
-        runner = Runner(rank_units, plan, mesh, streams, Scheduler(config.schedule, 1), 0, autocast_dtype)
-        ids = torch.zeros(batch, length, dtype=torch.long, device=META)
-        scale = LossScale(torch.ones((), device=META))
-        window = WindowMaker(base, mesh).microbatch({"input_ids": ids, "labels": ids}, scale, (0, 0))
-        towers = kinds.family.towers
-        with LargestPosition():
-            side = window.prepare()
-        side = {**side, **({IMAGES: towers.sample(images)} if towers is not None and images else {})}
-        window = replace(window, prepare=lambda: side)
-        handed_on = sum(value.nbytes for value in make_buffers(side))
-        dtype = autocast_dtype or base.dtype
-        of_slices = slice_buffers(make_buffers, config.tp_size, False, dtype)(config.pp_size // 2)(side)
-        with meta_as(backend):
-            amounts = count_amounts(runner, window, handed_on, about, spread)
-        amounts = replace(amounts, handed_over=sum(value.nbytes for value in of_slices))
-        return of_slices_alone(amounts, rank_units) if config.spread_vocabulary else amounts
-    finally:
-        for parameter, value in whole.items():
-            parameter.data, parameter.grad = value, None
-
-
-def _image_tokens(base: Any) -> int:
-    """Returns the tokens of a sample image in the text; 0 for a model without a tower. Raises ValueError if the work of
-    the tower cannot be counted."""
-    towers = family_of(base).towers
-    if towers is None:
-        return 0
-    try:
-        with torch.no_grad(), Meter():
-            return len(towers.features(towers.sample(1))[0])
-    except (RuntimeError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0].partition(". ")[0]
-        raise ValueError(
-            f"the tower of {type(base).__name__} is not counted: its code reads values of images ({reason})"
-        ) from error
-
-
-def check_cut(model: Any, kinds: Kinds, config: HelixConfig) -> None:
-    """Raises ValueError where a layout does not divide the sizes of a model, with the sizes that do. The model is
-    declared on the meta device; nothing is run.
-
-    Args:
-        model: on the meta device.
-        kinds: of its layers, see `kinds_of`.
-        config: the layout.
-    """
-    split_layers(len(kinds.kinds), stage_ranks(Scheduler(config.schedule, config.pp_size).placement, config.pp_size))
-
-    def reason(tp_size: int) -> ValueError | None:
+    def _counted(self, case: Case, images: int, crossing: tuple[str, ...]) -> Amounts | ValueError:
         try:
-            kinds.family.check(model.config, tp_size)
-            tried = replace(config, tp_size=tp_size, pp_size=1)
-            _declared(model, tried, _mesh_of(tried), replace(kinds, halved=()), None)
+            return self._counter.amounts(case, self.cluster.backend, images, crossing)
         except ValueError as error:
             return error
-        return None
-
-    error = reason(config.tp_size)
-    if error is not None:
-        fits = [size for size in range(config.tp_size - 1, 0, -1) if reason(size) is None]
-        hint = f"; tp_size={fits[0]} works" if fits and "that work" not in str(error) else ""
-        raise ValueError(f"{error}{hint}") from error
-
-
-def _mesh_of(
-    config: HelixConfig,
-    backend: str = "nccl",
-    spread: Mapping[str, int] | None = None,
-    inter_node_axes: Collection[str] = (),
-    log: list[Transfer] | None = None,
-) -> Mesh:
-    """Returns the mesh of a layout; arguments as of `simulated_mesh`."""
-    sizes = {"tp": config.tp_size, "cp": config.cp_size, "ep": config.ep_size}
-    sizes["vocabulary"] = config.tp_size * config.pp_size
-    return simulated_mesh(sizes, inter_node_axes, backend == "nccl", spread, config.streams_weights, log)
-
-
-def _declared(
-    model: Any, config: HelixConfig, mesh: Mesh, kinds: Kinds, autocast_dtype: torch.dtype | None
-) -> RankUnits:
-    """Returns the embedding, the first layer of each kind, the halves of a second, and the head, uncut; arguments as of
-    `amounts_of`."""
-    layer_indices = sorted([*kinds.firsts, *kinds.halved])
-    modes = modes_of(kinds.family.layers(base_of(model)), None, config)
-    modes = [modes[index] for index in layer_indices]
-    return declare(model, config, mesh, modes, None, layer_indices, kinds.halved, autocast_dtype).rank_units
-
-
-def _one_of_each(rank_units: RankUnits) -> RankUnits:
-    """Returns a rank's units with the first unit of every name: layers of different kinds may have equal operators."""
-    units: dict[str, Unit] = {}
-    for unit in rank_units.all_units.values():
-        units.setdefault(unit.name, unit)
-    return place_units(list(units.values()))
-
-
-def _cut(rank_units: RankUnits, mesh: Mesh) -> None:
-    for parameter, placement in rank_units.all_placements.items():
-        axis = mesh.axis_of(placement)
-        parameter.grad = None
-        parameter.data = placement.cut(parameter.data, axis.size, axis.rank)
-    for flat in rank_units.flat_parameters:
-        flat.shard_in_place(META)

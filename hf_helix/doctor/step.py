@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hf_helix.config import AUTO, EVERY_MICROBATCH, OFFLOAD
-from hf_helix.doctor.amounts.amounts import Amounts
+from hf_helix.doctor.amounts.records import Amounts
 from hf_helix.doctor.case import ELEMENT, GRADIENT, PARAMETER, Case
 from hf_helix.doctor.estimate import estimate_profile
 from hf_helix.doctor.memory import (
@@ -23,10 +23,8 @@ from hf_helix.doctor.memory import (
     peaks_of_window,
 )
 from hf_helix.doctor.reductions import cast_seconds, with_reductions
-from hf_helix.doctor.window import Fidelity, WindowClock, schedule_of, usual_schedules
-from hf_helix.engine.build import FULL_GRADIENTS
-from hf_helix.operators.vocabulary.pipeline import slice_names
-from hf_helix.planning.graph.backward import transfer_graphs
+from hf_helix.doctor.window import Fidelity, WindowClock, WindowTime, schedule_of, usual_schedules
+from hf_helix.planning.graph.backward import slice_names, transfer_graphs
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import runs_one_strand
@@ -36,6 +34,7 @@ from hf_helix.planning.schedule.placement import FRONT, REAR, count_layers, half
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.timing.sizes import FULL_GRADIENTS, Sizes
 from hf_helix.planning.window.layout import Layout, named_operators, place_names
 
 OPTIMIZER_BYTES = 32
@@ -53,15 +52,15 @@ class Step:
     optimizer: float
     loads: Mapping[Kind, float]  # seconds by kind of operator in a window, on the busiest rank
     # seconds of communication without concurrent computation, by kind, on the busiest rank; of transfers between
-    # stages, the seconds by which these lengthen the window; empty at `Fidelity.QUICK`
+    # stages, the seconds by which these lengthen the window; empty below `Fidelity.WHOLE`
     exposed: Mapping[Kind, float]
-    # fraction of the window in which the busiest rank waits for computation of other ranks; 0 at `Fidelity.QUICK`
+    # fraction of the window in which the busiest rank waits for computation of other ranks; 0 below `Fidelity.WHOLE`
     bubble: float
     memory: Memory  # memory of the rank with the largest total
     # floating-point operations of a device in a step, with causal and with full attention
     model_flops: tuple[float, float]
     gathers: float = 0.0  # seconds of weight gathers in `loads`, and of copies from the host
-    waits: float = 0.0  # seconds added to the window by the gathers of `shard_optimizer`; 0 at `Fidelity.QUICK`
+    waits: float = 0.0  # seconds added to the window by the gathers of `shard_optimizer`; 0 below `Fidelity.WHOLE`
     # seconds of the casts of weights to the type of matrix products, once in a window; 0 for weights gathered in this
     # type
     casts: float = 0.0
@@ -72,6 +71,8 @@ class Step:
     drawn: Drawing | None = field(default=None, repr=False)
     # bytes of a node's host: weights, states and gradients, and inputs of layers; 0 if these are on devices
     host: float = 0.0
+    # the plan of the window, and its seconds, for its details; None at `Fidelity.QUICK`
+    planned: tuple[Plan, WindowTime] | None = field(default=None, repr=False)
 
     @property
     def seconds(self) -> float:
@@ -88,6 +89,10 @@ class Step:
         """TFLOP/s of a device, with causal and with full attention."""
         causal, full = (flops / self.seconds / 1e12 for flops in self.model_flops)
         return causal, full
+
+
+OF_STEPS = (Step, Case, Sizes, Memory, Fidelity, Kind)
+"""The classes of the values of a step that is not drawn."""
 
 
 def layout_of(amounts: Amounts, case: Case) -> Layout:
@@ -247,6 +252,32 @@ def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, fidelity: Fide
     return _step(amounts, case, cluster, profile, clock)
 
 
+def bound_step(amounts: Amounts, case: Case, cluster: Cluster) -> Step:
+    """Returns a step of `Fidelity.BOUND`: no plan of the case, and no split of its layers over the stages, is faster.
+    A window takes as long as the mean rank computes; the memory of the step is not counted."""
+    profile = profile_of(amounts, case, cluster)
+    layout, seconds = profile.layout, dict.fromkeys(Kind, 0.0)
+    for name in layout.units:
+        for entry, op in layout.graphs[name].entries():
+            seconds[op.kind] += profile.times[name, entry]
+    loads = {**dict.fromkeys(Kind, 0.0), Kind.COMPUTE: case.microbatches * seconds[Kind.COMPUTE] / layout.num_ranks}
+    nothing = Memory(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    return Step(case, loads[Kind.COMPUTE], 0.0, 0.0, loads, {}, 0.0, nothing, (0.0, 0.0), fidelity=Fidelity.BOUND)
+
+
+def detailed_step(amounts: Amounts, step: Step, cluster: Cluster) -> Step:
+    """Returns a step of `Fidelity.TIMED` with exposed communication, the bubble and waits."""
+    assert step.planned is not None, "a step of all layers"
+    plan, timed = step.planned
+    profile = profile_of(amounts, step.case, cluster)
+    clock = WindowClock(profile, amounts, step.case, cluster, Fidelity.WHOLE, plan=plan)
+    window = clock.detailed(timed)
+    exposed = {kind: seconds for kind, seconds in window.exposed.items() if step.loads[kind]}
+    waits = step.waits if step.case.offload else window.waits
+    bubble = window.bubble / window.seconds
+    return replace(step, exposed=exposed, bubble=bubble, waits=waits, fidelity=Fidelity.WHOLE)
+
+
 def simulate_plan(
     amounts: Amounts,
     case: Case,
@@ -303,6 +334,7 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
         window.drawing,
         ((PARAMETER + GRADIENT + case.state_bytes + _cast_bytes(case)) * of_node if case.offload else 0.0)
         + cluster.devices_per_node * _inputs_on_host(amounts, case, layout),
+        (clock.planned.plan, window) if clock.fidelity is Fidelity.TIMED else None,
     )
 
 

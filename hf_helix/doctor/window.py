@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from hf_helix.config import AUTO
-from hf_helix.doctor.amounts.amounts import Amounts
+from hf_helix.doctor.amounts.records import Amounts
 from hf_helix.doctor.case import Case
 from hf_helix.doctor.estimate import LEAST
 from hf_helix.doctor.memory import Drawing
 from hf_helix.doctor.reductions import with_reductions
-from hf_helix.operators.vocabulary.pipeline import FIRST, NEXT
+from hf_helix.planning.graph.backward import FIRST, NEXT
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import make_plan, runs_one_strand
@@ -51,13 +51,16 @@ class Fidelity(Enum):
     """How much of a window is predicted.
 
     Attributes:
+        BOUND: the time that no plan of the case takes less than, by its computation alone.
         QUICK: few layers, a plan made without gradient reductions, memory by the schedule; for a search.
-        WHOLE: all layers and ranks, with exposed communication, waits, and memory by the programs; long windows by
-            their steady state.
+        TIMED: all layers and ranks, with memory by the programs; long windows by their steady state.
+        WHOLE: as `TIMED`, with exposed communication, the bubble and waits.
         DRAWN: as `WHOLE`, but short windows operator by operator, under the schedule searched in a run.
     """
 
+    BOUND = "bound"
     QUICK = "quick"
+    TIMED = "timed"
     WHOLE = "whole"
     DRAWN = "drawn"
 
@@ -174,13 +177,22 @@ class WindowClock:
         drawn = self._drawn() if self.fidelity is Fidelity.DRAWN else None
         parts = drawn or self._parts(self.planned, self._microbatches)
         seconds, reductions = parts.seconds - parts.reduction_seconds, parts.reduction_seconds
+        timed = WindowTime(seconds, reductions, parts.copy_seconds)
+        if self.fidelity is Fidelity.TIMED:
+            # the update of weights on a host hides a part of the waits
+            return replace(timed, waits=self._waits()) if self._case.offload else timed
+        drawing = (drawn.instructions, drawn.timeline) if drawn else None
+        return replace(self.detailed(timed, drawn), drawing=drawing)
+
+    def detailed(self, timed: WindowTime, drawn: Prediction | None = None) -> WindowTime:
+        """Returns the seconds of the window with exposed communication, the bubble and waits; `drawn` is the window, if
+        every operator was simulated."""
         exposed, bubble = self._exposed_by_kind(drawn), 0.0
         if self._ranks > 1:  # a rank waits for transfers, or for computation of others
             free, alone = self._without_others()
-            bubble = min(max(0.0, free - alone), max(0.0, seconds - alone))
-            exposed[Kind.PIPELINE] = max(0.0, seconds - alone - bubble)
-        drawing = (drawn.instructions, drawn.timeline) if drawn else None
-        return WindowTime(seconds, reductions, parts.copy_seconds, self._waits(), bubble, exposed, drawing)
+            bubble = min(max(0.0, free - alone), max(0.0, timed.seconds - alone))
+            exposed[Kind.PIPELINE] = max(0.0, timed.seconds - alone - bubble)
+        return replace(timed, waits=self._waits(), bubble=bubble, exposed=exposed)
 
     def _without_others(self) -> tuple[float, float]:
         """Returns the seconds of the window if transfers between stages took no time, and of the busiest rank alone."""

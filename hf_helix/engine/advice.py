@@ -1,7 +1,7 @@
-"""The findings of the doctor on disk: a run names, at its start, a layout that is clearly faster.
+"""Advice from the findings of the doctor: a run names, at its start, a layout that is clearly faster.
 
-In:   a ranking of layouts for a model on a cluster; later, a model and the machine and options of a run.
-Out:  a file in the cache; one line of output.
+In:   the file of `hf_helix.tuning.found_layouts`; a model, and the machine and options of a run.
+Out:  one line of output.
 Must hold: a run gives advice only for the question of the doctor: the same model, the same number of devices of one
 kind and of nodes, the same type of matrix products, sequences and steps of similar length. An unreadable file counts as
 none; a run never simulates.
@@ -9,21 +9,18 @@ none; a run never simulates.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_helix.measure.machine import device_in_clusters
-from hf_helix.planning.text import format_json
-from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.sizes import Sizes, size_text
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.groups import host_name
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.notices import say
-from hf_helix.tuning.cache import cache_root, model_digest, write_file
+from hf_helix.tuning.cache import model_digest
+from hf_helix.tuning.found_layouts import FORMAT, Machine, file_of
 
 CLEARLY = 1.1
 """How many times as fast another layout must be predicted to be."""
@@ -31,44 +28,9 @@ CLEARLY = 1.1
 NEAR = 1.25
 """The largest ratio between the lengths of sequences, or of steps, of the run and of the doctor's question."""
 
-FORMAT = "hf_helix.layouts/1"
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 """Types of matrix products, as clusters name them."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The machine of a file of layouts, and of a run.
-
-    Attributes:
-        device: the name of each device.
-        devices: the number of devices.
-        nodes: the number of nodes.
-        dtype: of matrix products.
-    """
-
-    device: str
-    devices: int
-    nodes: int
-    dtype: str
-
-
-def remember(model: Any, speeds: Mapping[Sizes, float], cluster: Cluster, dtype: str, length: int, tokens: int) -> Path:
-    """Writes the doctor's speeds, predicted tokens per second of each layout, to a file in the cache."""
-    layouts = [{"layout": size_text(sizes), "tokens_per_second": round(speed)} for sizes, speed in speeds.items()]
-    path = _file(model, cluster.devices)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = {
-        "format": FORMAT,
-        "cluster": cluster.name,
-        "machine": vars(Machine(cluster.device.name, cluster.devices, cluster.nodes, dtype)),
-        "length": length,
-        "tokens": tokens,
-        "layouts": layouts,
-    }
-    write_file(path, format_json(data) + "\n")
-    return path
 
 
 class Advice:
@@ -107,7 +69,7 @@ class Advice:
 def known_layouts(base: Any, machine: Machine) -> Any:
     """Returns the doctor's speeds for a model on a machine; None without a file."""
     try:
-        data = json.loads(_file(base, machine.devices).read_text())
+        data = json.loads(file_of(model_digest(base, with_types=False), machine.devices).read_text())
         return data if data["format"] == FORMAT and data["machine"] == vars(machine) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -135,8 +97,3 @@ def better_layout(data: Any, sizes: Mapping[str, int], length: int, tokens: int)
 
 def _near(one: float, other: float) -> bool:
     return max(one, other) <= NEAR * min(one, other)
-
-
-def _file(model: Any, devices: int) -> Path:
-    """The file of a model, whatever type its weights were loaded in: the doctor sees only a configuration."""
-    return cache_root() / "layouts" / f"{model_digest(model, with_types=False)}-{devices}.json"

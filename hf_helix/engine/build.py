@@ -39,6 +39,7 @@ from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.registry import baseline_plan
 from hf_helix.planning.schedule.placement import layer_ranks
 from hf_helix.planning.schedule.scheduler import Scheduler, scheduler_of
+from hf_helix.planning.timing.sizes import FULL_GRADIENTS
 from hf_helix.planning.window.layout import Layout
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.failures.heartbeat import watched
@@ -71,10 +72,6 @@ class RunOptions:
     loss_tweaks: LossTweaks = field(default_factory=LossTweaks)
     checkpointing: Mapping[str, Any] | None = None
     weights: str | Path | None = None
-
-
-FULL_GRADIENTS = 0.25
-"""The part of a device's memory that full gradients of shards may take under `reduce_gradients="auto"`."""
 
 
 class Declared(NamedTuple):

@@ -6,7 +6,6 @@ Must hold: only work that the model asks for counts (no recomputation). `full` c
 attended to every other, as Megatron and the paper do; `causal` counts what causal attention needs, half of it.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -14,6 +13,7 @@ from torch import nn
 from hf_helix.models.causal_lm import has_towers, layer_configs
 from hf_helix.models.four_bit import matrix_sizes
 from hf_helix.models.graph.experts import is_experts
+from hf_helix.planning.timing.token_flops import TokenFlops
 
 # Dense bf16 TFLOP/s, from the vendors' data sheets, by whole words of the device's name.
 PEAKS = {
@@ -39,22 +39,6 @@ CHOICES = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k", "moe_top
 
 WITHOUT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent", "moe", "mlp")
 """What `config.layer_types` calls layers without attention."""
-
-
-@dataclass(frozen=True)
-class TokenFlops:
-    """Floating-point operations of a token: in linears, and in attention for each token of the sequence."""
-
-    linear: float
-    attention_per_length: float
-
-    def full(self, length: int) -> float:
-        """Returns the operations of a token in a sequence of `length`, with attention counted as non-causal."""
-        return self.linear + self.attention_per_length * length
-
-    def causal(self, length: int) -> float:
-        """Returns the operations of a token in a sequence of `length`, with attention counted as causal."""
-        return self.linear + self.attention_per_length * length / 2
 
 
 def token_flops(model: Any) -> TokenFlops:

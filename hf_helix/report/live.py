@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hf_helix.measure.overlap import Overlap
-from hf_helix.report.flops import TokenFlops
+from hf_helix.planning.timing.token_flops import TokenFlops
 from hf_helix.runtime.trace import Trace
 
 # The figures of a log line. The speed is there already, in the progress bar.

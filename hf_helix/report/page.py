@@ -25,7 +25,32 @@ from hf_helix.report.heatmap import text_breakdown, text_heatmap
 from hf_helix.report.timeline import MEANING, Bar, bars_of_timeline, chunk_of, rows_of, summary_of, text_ranks
 
 WIDTH, ROW = 1150, 30  # pixels
-PALETTE = ("#2e6fae", "#6a4c93", "#8fa3b5", "#f2b84b", "#d1603d", "#7a9a4c", "#c2c8cf")
+PARTS = {
+    "computation": "#2e6fae",
+    "exposed intra_node": "#b7a1d6",
+    "exposed inter_node": "#e07a5a",
+    "exposed pipeline": "#8fb35c",
+    "exposed host_up": "#5fb3b3",
+    "exposed host_down": "#3c7d7d",
+    "bubble": "#c2c8cf",
+    "rest": "#8a929c",
+    "sums of gradients": "#f2b84b",
+    "optimizer": "#5a3d2b",
+    "weights": "#2e6fae",
+    "gradients": "#f2b84b",
+    "states": "#5a3d2b",
+    "copies": "#8fa3b5",
+    "activations": "#d1603d",
+    "buffers": "#7a9a4c",
+}
+"""The colour of each part of a step and of a device's memory, the same on every page."""
+
+SPARE = ("#6a4c93", "#a9cbe8", "#f3bda8", "#cbdcb0", "#4c5563")
+"""The colours of other parts, in their order."""
+
+EXPOSED = "exposed"
+"""Begins the names of parts that are hatched: communication that nothing hides."""
+
 FEW = 1_000  # rectangles that are told apart without zooming
 NAMED = 2  # most operators named beside another
 STYLE = f"""body {{font: 14px sans-serif; margin: 24px; color: {INK}}} h2 {{margin: 28px 0 4px}}
@@ -172,16 +197,23 @@ def pipeline_part(simulated: Simulated, title: str, unit: str = "", scale: float
 def stacked(rows: Mapping[str, Mapping[str, float]], title: str, unit: str) -> Any:
     """Returns a figure with a bar of parts for every row, in a unit; hovering gives the value of a part."""
     names = list(dict.fromkeys(part for values in rows.values() for part in values))
-    figure = _figure(title, list(rows), unit)
+    figure, colours = _figure(title, list(rows), unit), colours_of_parts(names)
     boxes = []
     for place, values in enumerate(rows.values()):
         left = 0.0
         for part in (name for name in names if values.get(name)):
-            colour = PALETTE[names.index(part) % len(PALETTE)]
-            boxes.append(_box((place - 0.36, 0.72, left, left + values[part]), (colour, part)))
+            hatch = "right_diagonal_line" if part.startswith(EXPOSED) else "blank"
+            where = place - 0.36, 0.72, left, left + values[part]
+            boxes.append(_box(where, (colours[part], part), hatch=hatch))
             left += values[part]
     _draw(figure, boxes, {"": "@kind", unit: "@took{0,0.000}"})
     return figure
+
+
+def colours_of_parts(names: Sequence[str]) -> dict[str, str]:
+    """Returns the colour of each of some parts, a colour of its own."""
+    others = [name for name in names if name not in PARTS]
+    return {name: PARTS[name] if name in PARTS else SPARE[others.index(name) % len(SPARE)] for name in names}
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
@@ -232,8 +264,15 @@ def _draw(figure: Any, boxes: Sequence[Mapping[str, Any]], tips: Mapping[str, st
     source = ColumnDataSource({n: np.asarray(v, "float32") if n in numbers else v for n, v in columns.items()})
     places = {name: name for name in numbers[:4]}
     edge = "white" if len(boxes) < FEW else None  # edges would hide what is narrow
+    hatched = {"hatch_pattern": {"field": "hatch"}, "hatch_color": "white"} if "hatch" in columns else {}
     drawn = figure.quad(
-        **places, source=source, fill_color="colour", line_color=edge, hover_line_color=INK, legend_group="kind"
+        **places,
+        **hatched,
+        source=source,
+        fill_color="colour",
+        line_color=edge,
+        hover_line_color=INK,
+        legend_group="kind",
     )
     figure.add_tools(HoverTool(renderers=[drawn], tooltips=list(tips.items()), point_policy="follow_mouse"))
     _legend_below(figure)
@@ -254,7 +293,7 @@ def _memory_figure(memory: WindowMemory, x_range: Any) -> Any:
     parts = {name: [v / 1e9 for v in values for _ in range(2)][:-1] for name, values in memory.parts.items()}
     parts = {name: values for name, values in parts.items() if any(values)}
     totals = [sum(column) for column in zip(*parts.values(), strict=True)]
-    colours = [PALETTE[place % len(PALETTE)] for place in range(len(parts))]
+    colours = list(colours_of_parts(list(parts)).values())
     source = {"ms": times, "total": totals, **parts}
     figure.varea_stack(list(parts), x="ms", source=source, color=colours, legend_label=list(parts))
     line = figure.line("ms", "total", source=source, color=INK, line_width=1)

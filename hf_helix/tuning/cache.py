@@ -15,18 +15,16 @@ import hashlib
 import itertools
 import json
 import math
-import os
-import uuid
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.constants import HF_HOME
 
 from hf_helix import __version__
 from hf_helix.config import SCHEDULES, HelixConfig
+from hf_helix.measure.cache_folder import cache_root, write_file
 from hf_helix.measure.overlap import Overlap
 from hf_helix.planning.graph.recompute import NONE
 from hf_helix.planning.text import format_json
@@ -35,14 +33,8 @@ from hf_helix.planning.timing.profile_file import load_profile, profile_json
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.tuning.result_text import TuningResult
 
-CACHE_VARIABLE = "HELIX_CACHE"
 FORMAT = "hf_helix.tuning/1"
 FIGURES = ("measured", "bound", "gradient_bytes", "ranks", "schedule")
-
-
-def cache_root() -> Path:
-    """Returns the folder of all results."""
-    return Path(os.environ.get(CACHE_VARIABLE) or Path(HF_HOME, "hf_helix"))
 
 
 def result_folder(cache_key: Mapping[str, str]) -> Path:
@@ -110,18 +102,6 @@ def _write_files(folder: Path, result: TuningResult, plan_text: str) -> None:
     if result.profile is not None:
         write_file(folder / "profile.json", profile_json(result.profile))
     write_file(folder / "plan.json", plan_text)
-
-
-def write_file(path: Path, text: str) -> None:
-    """Writes a file that is complete or not there, also if several processes write it."""
-    # A name that nobody can guess, and `x`: a link of that name would be an error, and no file of another is opened.
-    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with scratch.open("x") as file:
-            file.write(text)
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 # -- the fingerprint of a case ---------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ import torch
 from transformers import AutoConfig
 
 from hf_helix.config import HelixConfig
-from hf_helix.doctor.amounts.amounts import Amounts, simulated_mesh
+from hf_helix.doctor.amounts.amounts import simulated_mesh
+from hf_helix.doctor.amounts.records import Amounts
 from hf_helix.doctor.case import Case
-from hf_helix.doctor.simulated import Kinds, amounts_of
+from hf_helix.doctor.counting import Kinds, amounts_of
 from hf_helix.engine.build import declare
 from hf_helix.engine.synthetic import model_on_meta
 from hf_helix.planning.timing.cluster import Cluster, parse_cluster

@@ -7,27 +7,34 @@ counted, and graphs over the simulated mesh, whose axes have sizes and send noth
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_helix.config import PARAMETERS
-from hf_helix.doctor.amounts.lifetimes import Lifetimes, LifetimeTrace, WatchedExecutor, lifetimes_of
-from hf_helix.doctor.amounts.meter import FusedKernels, Kernel, Meter, Transfer
+from hf_helix.doctor.amounts.lifetimes import LifetimeTrace, WatchedExecutor, lifetimes_of
+from hf_helix.doctor.amounts.meter import FusedKernels, Meter
+from hf_helix.doctor.amounts.records import (
+    Amounts,
+    Gradient,
+    KeptWeights,
+    Model,
+    OperatorAmounts,
+    Transfer,
+    Weights,
+)
 from hf_helix.operators.base import TransferFn
 from hf_helix.operators.communication.transport import Axis, ReplicaAxes, TransportByName, bytes_moved
 from hf_helix.operators.param_shard import EXPERTS, VOCABULARY
-from hf_helix.operators.vocabulary.pipeline import FIRST, NEXT
 from hf_helix.operators.zero.host_shard import HostLink
 from hf_helix.operators.zero.zero1 import Zero1FlatParameter, apply_zero1
+from hf_helix.planning.graph.backward import FIRST, NEXT
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.timing.profile import OperatorMemory
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES, HOST
-from hf_helix.planning.window.layout import Layout, Name, named_operators
-from hf_helix.report.flops import TokenFlops
+from hf_helix.planning.window.layout import named_operators
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.gradients.buckets import by_completion
@@ -106,119 +113,6 @@ def simulated_mesh(
         host_link=HostLink(PARAMETERS if streams_weights else None, copy),
         vocabulary=axis("vocabulary", sizes.get("vocabulary", tp)),
     )
-
-
-Adders = tuple[tuple[int, str], ...]  # operators of backward that add to a gradient, as (unit, name)
-
-
-@dataclass(frozen=True)
-class OperatorAmounts(OperatorMemory):
-    """The work and the memory of one call of an operator."""
-
-    kernels: Sequence[Kernel] = ()
-    transfers: Sequence[Transfer] = ()
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The numbers of elements in the parameters of a unit on a rank.
-
-    Shared parameters count in the first unit only: tied weights of a head count in the embedding.
-    """
-
-    trained: int = 0  # trained elements, replicated on all data-parallel ranks
-    experts: int = 0  # trained elements of experts, with fewer replicas
-    frozen: int = 0  # frozen elements, replicated on all data-parallel ranks
-    frozen_experts: int = 0  # frozen elements of experts
-    frozen_itemsize: int = 4  # bytes of a frozen element, in the type of the loaded model
-
-    @property
-    def all_trained(self) -> int:
-        """Number of trained elements, with experts."""
-        return self.trained + self.experts
-
-    @property
-    def all_frozen(self) -> int:
-        """Number of frozen elements, with experts."""
-        return self.frozen + self.frozen_experts
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """The gradient of a parameter on a rank."""
-
-    # the operators of backward that add to the gradient, as (name of the unit, name of the operator)
-    adders: tuple[tuple[str, str], ...]
-    elements: int
-    is_experts: bool  # whether the parameter is of experts, with fewer replicas
-    flat: str  # the name of the parameter's flat buffer under ZeRO; empty without a buffer
-
-
-@dataclass(frozen=True)
-class KeptWeights:
-    """Weights in one flat buffer of ZeRO-1 (`shard_optimizer`): full on every replica, each updating a shard."""
-
-    units: tuple[str, ...]  # names of the units that read the buffer
-    name: str  # unique within these units
-    elements: int
-    element_bytes: int  # bytes of an element in the gathered type
-    is_experts: bool  # whether the weights are of experts, with fewer replicas
-    is_cast: bool = False  # whether trained and gathered types differ
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the buffer, without padding."""
-        return self.elements * self.element_bytes
-
-    @property
-    def axis(self) -> str:
-        """The axis of the replicas with these weights."""
-        return EXPERT_COPIES if self.is_experts else COPIES
-
-
-@dataclass(frozen=True)
-class Model:
-    """The properties of a model that decide its layouts."""
-
-    name: str
-    units: Sequence[str]  # the names of its units in forward order: the embedding, the layers, the head
-    head_cost: float  # the work of head and loss relative to a layer
-    tower_cost: float  # the work of a tower relative to a layer, if all tokens are of images
-    first_least: int  # the fewest layers of the first pipeline stage
-    tied: bool  # whether embedding and head share weights, and so need the same rank of a pipeline
-    flops: TokenFlops
-
-    @property
-    def layers(self) -> int:
-        """Number of layers."""
-        return len(self.units) - 2
-
-
-@dataclass(frozen=True)
-class Amounts:
-    """The work and the memory of a rank for a micro-batch."""
-
-    model: Model
-    layout: Layout  # the counted units, one of each name
-    operators: Mapping[Name, OperatorAmounts]  # amounts by operator, in the order of one strand
-    weights: Mapping[str, Weights]
-    handed_on: int  # bytes of the values handed from a unit to the next
-    copies: Mapping[str, int]  # bytes of cast weights held during a window, by name of the unit
-    # by name of the unit that completes the gradients, in order of completion
-    gradients: Mapping[str, Sequence[Gradient]]
-    lifetimes: Lifetimes
-    kept: Sequence[KeptWeights] = ()  # the flat buffers of ZeRO-1; empty with sharded weights
-    # number of ranks by axis over which weights are sharded; empty with full weights on every rank
-    spread: Mapping[str, int] = field(default_factory=dict)
-    handed_over: int = 0  # bytes of the values handed from a slice of the head to the next
-
-    def completed_gradients(self, layout: Layout, rank: int) -> Iterator[tuple[Gradient, Adders]]:
-        """Yields the gradients of a pipeline rank in order of completion, each with its adders."""
-        own = {layout.units[unit]: unit for unit in layout.units_of(rank)}
-        for unit in reversed(layout.units_of(rank)):
-            for made in self.gradients.get(layout.units[unit], ()):
-                # Gradients with adders in two units belong to weights shared by embedding and head, of one name each.
-                yield made, tuple((unit if name == layout.units[unit] else own[name], op) for name, op in made.adders)
 
 
 def of_slices_alone(amounts: Amounts, rank_units: RankUnits) -> Amounts:

@@ -10,12 +10,12 @@ noted with the receiving unit.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
 from hf_helix.doctor.amounts.meter import Allocated, Meter
+from hf_helix.doctor.amounts.records import Lifetimes, Storage, outputs_of
 from hf_helix.operators.base import Precision
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.window.layout import Key, Layout, Name
@@ -25,36 +25,6 @@ from hf_helix.runtime.streams import Streams
 from hf_helix.runtime.trace import Trace
 
 UnitEntry = tuple[int, str]  # an operator: the index of its unit, and its entry in a plan
-
-
-@dataclass(frozen=True)
-class Storage:
-    """Memory left by an operator."""
-
-    bytes: int
-    values: tuple[str, ...]  # the values of the operator's unit in this memory
-    last: str  # the entry of the unit after which the memory was freed; empty if freed in another unit
-    is_weight: bool  # whether the memory holds gathered weights or copies of gathered weights
-
-
-@dataclass(frozen=True)
-class Lifetimes:
-    """The memory left by operators."""
-
-    left: Mapping[Name, Sequence[Storage]]
-    # for each input of a unit, as (name of the unit, whether forward, index of the input), the entry after which the
-    # input was freed
-    entering: Mapping[tuple[str, bool, int], str]
-
-    def weights(self) -> dict[Name, int]:
-        """Returns, by operator, the change of live bytes of gathered weights, with one strand."""
-        changes: dict[Name, int] = {}
-        for (unit, entry), storages in self.left.items():
-            for storage in storages:
-                for name, change in (((unit, entry), 1), ((unit, storage.last), -1)):
-                    if storage.is_weight and name[1]:
-                        changes[name] = changes.get(name, 0) + change * storage.bytes
-        return changes
 
 
 class LifetimeTrace(Trace):
@@ -126,10 +96,3 @@ def lifetimes_of(
         storage = Storage(memory.bytes, values, behind, any(key in weights for key in keys))
         left[layout.units[unit], entry].append(storage)
     return Lifetimes(dict(left), entering)
-
-
-def outputs_of(layout: Layout, unit: int, values: Collection[str]) -> Iterator[tuple[bool, int]]:
-    """Yields the outputs of a unit among some values, as (whether forward, index of the output)."""
-    pair = layout.graphs[layout.units[unit]]
-    for forward, graph in ((True, pair.forward), (False, pair.backward)):
-        yield from ((forward, position) for position, name in enumerate(graph.outputs) if name in values)

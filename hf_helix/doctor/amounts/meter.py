@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from hf_helix.doctor.amounts.records import ATTENTION, MATMUL, OTHER, Kernel
 from hf_helix.models import stock_modules
 from hf_helix.models.trace.mixers import MixerCall
 from hf_helix.operators.fused import kernels
@@ -146,31 +147,6 @@ class LargestPosition(TorchFunctionMode):
 
 
 aten = torch.ops.aten
-
-MATMUL, ATTENTION, OTHER = "matmul", "attention", "other"
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One kernel, or several equal kernels."""
-
-    sort: str  # `MATMUL`, `ATTENTION`, or `OTHER` (bound by memory)
-    flops: float  # floating-point operations; a multiplication and an addition count as two
-    bytes: int  # bytes read and written
-    # of a matrix product, (number of products, rows, columns, depth); of attention, (queries, keys, size of a head)
-    sizes: tuple[int, ...] = ()
-    exponentials: float = 0.0  # number of values of an exponential or a similar function
-    causal: bool = False  # whether attention leaves out the keys after a query
-    fp8: bool = False  # whether the factors of a product are in fp8
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """One use of a transport."""
-
-    axis: str  # "tp", "cp", "experts", "pp", "dp", "copies", "expert_copies" or "host"
-    method: str  # a method of the transport; "send" between stages, "all_reduce" of gradients, "up" and "down" of hosts
-    bytes: int  # the larger of the bytes sent and received by a rank
 
 
 @dataclass(eq=False)

@@ -26,6 +26,7 @@ from hf_helix.operators.communication.collectives import AllGatherReplicated, Ma
 from hf_helix.operators.param_shard import VOCABULARY
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.vocabulary.loss import TokenStatistics
+from hf_helix.planning.graph.backward import slice_names
 from hf_helix.planning.graph.operator import Kind, Operator, Part
 
 PARTIAL, GIVEN, PASSED, JOINED = "partial", "given", "passed", "joined"
@@ -58,15 +59,6 @@ class _OnOtherRank(TensorOperator):
 
     def method_of(self, part: Part) -> Method:
         return self._operator.method_of(part)
-
-
-FIRST, NEXT = ".first", ".next"
-"""End the names of the units of slices before the last, which keeps its name."""
-
-
-def slice_names(name: str, size: int) -> list[str]:
-    """Returns the names of the units of a number of slices, in their order."""
-    return [name + FIRST, *[name + NEXT] * (size - 2), name]
 
 
 def spread_units(

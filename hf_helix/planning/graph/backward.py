@@ -351,6 +351,14 @@ SEND, RECEIVE = "send", "receive"
 OF_SLICES = ".slices"
 """Ends the names of transfers between slices of the head."""
 
+FIRST, NEXT = ".first", ".next"
+"""End the names of the units of slices before the last, which keeps its name."""
+
+
+def slice_names(name: str, size: int) -> list[str]:
+    """Returns the names of the units of a number of slices, in their order."""
+    return [name + FIRST, *[name + NEXT] * (size - 2), name]
+
 
 def transfer_graphs(plain: Sequence[bool] = (False,), has_slices: bool = False) -> dict[str, GraphPair]:
     """Returns the units between two virtual stages on different ranks: `send` ends a stage, `receive` begins the next.

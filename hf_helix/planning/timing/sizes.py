@@ -65,3 +65,7 @@ def size_text(sizes: Sizes) -> str:
 def is_named(sizes: Sizes, text: str) -> bool:
     """Returns whether a text names parallel sizes, with or without spaces: "tp 8 x pp 2", "tp8xpp2"."""
     return "".join(text.lower().split()) == size_text(sizes).replace(" ", "")
+
+
+FULL_GRADIENTS = 0.25
+"""The part of a device's memory that full gradients of shards may take under `reduce_gradients="auto"`."""

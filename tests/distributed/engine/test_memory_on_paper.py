@@ -10,8 +10,8 @@ from support.marks import slow
 from transformers import AutoConfig
 
 from hf_helix.config import HelixConfig
+from hf_helix.doctor.counting import amounts_of
 from hf_helix.doctor.memory import held_until_waited, memory_of_program
-from hf_helix.doctor.simulated import amounts_of
 from hf_helix.engine.synthetic import Workload
 from hf_helix.measure.memory import peak_bytes
 from hf_helix.planning.plan.registry import make_plan

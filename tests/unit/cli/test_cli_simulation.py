@@ -15,7 +15,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from support.paths import ROOT
 
 from hf_helix.cli import main
-from hf_helix.cli.doctor import parse_count
+from hf_helix.cli.options import length, parse_count
 from hf_helix.cli.simulate import SimulateCommand
 from hf_helix.config import HelixConfig
 from hf_helix.planning.plan import search
@@ -198,6 +198,8 @@ def test_a_model_that_no_layout_holds_is_refused_with_all_reasons(capsys: Any, t
     [
         (["--batch_tokens", "much"], "--batch_tokens much: give a number of tokens, such as 512k or 4M"),
         (["--batch_tokens", "0"], "--batch_tokens 0: give a number"),
+        (["--tokens", "many"], "--tokens many: give a number of tokens, such as 20B or 1.5T"),
+        (["--sequence_length", "long"], "--sequence_length long: give a number of tokens, such as 4096 or 8k"),
         (["--top", "0"], "--top 0: give 1 or more"),
         (["--sequence_length", "0"], "--sequence_length 0: give 1 or more"),
         (
@@ -226,8 +228,9 @@ def test_what_is_malformed_is_refused(words: list[str], message: str, small: Pat
 
 
 def test_counts():
-    numbers = {"512": 512, "512k": 512_000, "4M": 4_000_000, "0.5M": 500_000, "1e6": 10**6}
-    assert {text: parse_count(text) for text in numbers} == numbers
+    numbers = {"512": 512, "512k": 512_000, "4M": 4_000_000, "0.5M": 500_000, "1e6": 10**6, "1.5T": 1_500_000_000_000}
+    assert {text: parse_count(text, "--tokens", "4M") for text in numbers} == numbers
+    assert (length("8k"), length("4096")) == (8000, 4096)
 
 
 def test_simulate_shows_all_plans(small: Path, capsys: Any, monkeypatch: Any):

@@ -8,8 +8,7 @@ import pytest
 import torch
 from support.simulated import LLAMA, case_of, counted, on_meta
 
-from hf_helix.doctor.amounts.amounts import Amounts
-from hf_helix.doctor.amounts.meter import ATTENTION, MATMUL
+from hf_helix.doctor.amounts.records import ATTENTION, MATMUL, Amounts
 from hf_helix.doctor.memory import frozen_bytes
 from hf_helix.engine.synthetic import adapted_on_meta
 from hf_helix.planning.graph.operator import Kind

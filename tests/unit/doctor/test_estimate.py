@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from support.simulated import case_of, cluster_with, counted, on_meta
 
-from hf_helix.doctor.amounts.amounts import OperatorAmounts
-from hf_helix.doctor.amounts.meter import ATTENTION, MATMUL, OTHER, Kernel, Transfer
+from hf_helix.doctor.amounts.records import ATTENTION, MATMUL, OTHER, Kernel, OperatorAmounts, Transfer
 from hf_helix.doctor.case import FLASH1, FLASH2, HELIX, MEGATRON, Software
 from hf_helix.doctor.estimate import (
     Ring,

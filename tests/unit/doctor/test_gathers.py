@@ -8,7 +8,7 @@ import pytest
 from support.arrays import arrays_of
 from support.simulated import case_of, cluster_with, counted, layout_of_training, on_meta
 
-from hf_helix.doctor.amounts.amounts import Amounts
+from hf_helix.doctor.amounts.records import Amounts
 from hf_helix.doctor.case import Case
 from hf_helix.doctor.reductions import (
     cast_seconds,

@@ -103,6 +103,23 @@ def test_those_that_lead_are_predicted_at_higher_fidelity_and_ranked_by_that(ran
     assert all(step.fidelity is Fidelity.QUICK for step in ranking.steps), "nothing leads unless it is asked for"
 
 
+def test_bounds_change_nothing_of_the_fastest(ranking: Ranking):
+    """A bound is below the seconds of its layout, and stands for none of the wanted layouts."""
+    paper = paper_of(num_hidden_layers=4, hidden_size=96, num_attention_heads=6)
+    wanted = 2
+    bounded = Search(paper, CLUSTER, SEQUENCES * LENGTH, USUAL, wanted=wanted).run()
+    assert bounded.steps[:wanted] == ranking.steps[:wanted]
+    assert {step.case.sizes for step in bounded.steps} == {step.case.sizes for step in ranking.steps}
+    known = {step.case: step for step in ranking.steps}
+    bounds = [step for step in bounded.steps if step.fidelity is Fidelity.BOUND]
+    assert bounds
+    for step in bounds:
+        assert step.case not in known or step.seconds <= known[step.case].seconds
+    # A bound that leads all the same is looked at.
+    steps, _ = Search(paper, CLUSTER, SEQUENCES * LENGTH, USUAL, leading=1)._with_leading(bounds)
+    assert steps[0].fidelity is Fidelity.WHOLE
+
+
 def test_what_leads_and_needs_more_than_it_seemed_recomputes_or_is_dropped(ranking: Ranking):
     """The quick count of memory knows no programs. What seems to need as much less takes its place."""
     paper = paper_of(num_hidden_layers=4, hidden_size=96, num_attention_heads=6)

@@ -9,7 +9,7 @@ import pytest
 from support.programs import build_programs
 from support.simulated import case_of, counted, on_meta
 
-from hf_helix.doctor.amounts.amounts import Amounts
+from hf_helix.doctor.amounts.records import Amounts
 from hf_helix.doctor.memory import Peak, held_until_over, held_until_waited, memory_of_program, peaks_of_schedules
 from hf_helix.doctor.reductions import gradient_sums
 from hf_helix.doctor.step import layout_of

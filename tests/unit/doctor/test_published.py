@@ -13,7 +13,8 @@ from support.marks import slow
 
 from hf_helix.config import HelixConfig
 from hf_helix.doctor.case import Case
-from hf_helix.doctor.simulated import SimulatedModel, check_cut, kinds_of
+from hf_helix.doctor.counting import check_cut, kinds_of
+from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.engine.proof.prove import Subject
 from hf_helix.engine.synthetic import model_on_meta
 from hf_helix.models.causal_lm import read_config

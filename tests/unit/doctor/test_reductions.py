@@ -9,7 +9,7 @@ import pytest
 from support.simulated import case_of, cluster_with, counted, layout_of_training, on_meta
 
 from hf_helix.doctor import reductions
-from hf_helix.doctor.amounts.amounts import Amounts
+from hf_helix.doctor.amounts.records import Amounts
 from hf_helix.doctor.estimate import estimate_profile
 from hf_helix.doctor.reductions import gradient_sums, with_reductions
 from hf_helix.doctor.step import layout_of

@@ -6,7 +6,8 @@ import pytest
 from support.simulated import case_of, cluster_with, counted, on_meta
 
 from hf_helix.doctor.layouts import Dropped, Ranking
-from hf_helix.doctor.report import help_lines, ranking_lines
+from hf_helix.doctor.memory import Memory
+from hf_helix.doctor.report import help_lines, ranking_lines, roomier_text, training_line
 from hf_helix.doctor.rivals import FSDP, HSDP, RivalStep
 from hf_helix.doctor.step import Step, simulate_step
 from hf_helix.doctor.window import Fidelity
@@ -55,6 +56,21 @@ def test_the_verdict_is_about_every_row(step: Step, stock: float, verdict: str) 
     assert share(lines, "dp 2") == f"{min(1.0, stock):.0%}"
     for word in ("micro-batches", "bubble", "exposed", "sums", "memory", "one strand"):
         assert f"{word}: " in "\n".join(lines), "the columns are explained"
+
+
+def test_of_layouts_too_close_to_tell_the_one_with_room_is_proposed(step: Step) -> None:
+    memory = CLUSTER.device.memory
+
+    def with_memory(factor: float, share: float) -> Step:
+        return replace(slower(step, factor), memory=Memory(share * memory, 0, 0, 0, 0, 0))
+
+    full, near, far = with_memory(1.0, 0.97), with_memory(1.04, 0.94), with_memory(1.1, 0.5)
+    assert Ranking([full, near, far], []).proposed(CLUSTER) is near
+    assert Ranking([full, far], []).proposed(CLUSTER) is full
+    assert Ranking([with_memory(0.99, 0.9), full, near], []).proposed(CLUSTER).memory.total == 0.9 * memory
+    assert "3.0% of the memory free" in roomier_text(full, CLUSTER)
+    tokens = step.tokens_per_second * 86400 * 2
+    assert training_line(step, int(tokens), CLUSTER).endswith(" take 2.0 days, 96 device hours, at the predicted speed")
 
 
 def test_the_gain_is_over_the_best_rival_that_fits(step: Step) -> None:

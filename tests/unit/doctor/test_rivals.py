@@ -7,7 +7,7 @@ import pytest
 from support.simulated import case_of, cluster_with, counted, on_meta
 from transformers import LlamaConfig
 
-from hf_helix.doctor.amounts.amounts import Amounts
+from hf_helix.doctor.amounts.records import Amounts
 from hf_helix.doctor.case import Case
 from hf_helix.doctor.layouts import Search
 from hf_helix.doctor.rivals import FSDP, FSDP_OFFLOAD, HSDP, PIPELINE_OFFLOAD, ZERO2_OFFLOAD, simulate_rival

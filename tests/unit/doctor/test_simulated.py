@@ -9,7 +9,8 @@ from support.simulated import case_of, cluster_with, counted, on_meta
 
 from hf_helix.config import HelixConfig
 from hf_helix.doctor.amounts.amounts import simulated_mesh
-from hf_helix.doctor.simulated import SimulatedModel, kinds_of
+from hf_helix.doctor.counting import kinds_of
+from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.engine.build import declare
 from hf_helix.models.families.llama import Llama
 from hf_helix.planning.graph.operator import Kind

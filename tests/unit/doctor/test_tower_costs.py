@@ -11,7 +11,7 @@ from support.image_jobs import KINDS, model_of
 from support.marks import slow
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_helix.doctor.amounts.meter import MATMUL
+from hf_helix.doctor.amounts.records import MATMUL
 from hf_helix.doctor.case import Case
 from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.doctor.step import even_counts, model_flops, simulate_step, usual_counts

@@ -10,10 +10,11 @@ from support.simulated import case_of, on_meta
 
 from hf_helix.doctor.layouts import Ranking, Search
 from hf_helix.doctor.simulated import SimulatedModel
-from hf_helix.engine.advice import Machine, better_layout, known_layouts, remember
+from hf_helix.engine.advice import better_layout, known_layouts
 from hf_helix.planning.timing.cluster import Cluster, load_cluster
 from hf_helix.planning.timing.sizes import Sizes
 from hf_helix.tuning.cache import model_digest
+from hf_helix.tuning.found_layouts import Machine, remember
 
 LENGTH, TOKENS = 2048, 2**17
 MACHINE = Machine("NVIDIA H100 80GB HBM3", devices=2, nodes=1, dtype="bf16")
@@ -35,7 +36,7 @@ def known(
     monkeypatch.setenv("HELIX_CACHE", str(tmp_path))
     model, ranking, cluster = advised
     speeds = {step.case.sizes: step.tokens_per_second for step in ranking.steps}
-    remember(model, speeds, cluster, "bf16", LENGTH, TOKENS)
+    remember(model_digest(model, with_types=False), speeds, cluster, "bf16", LENGTH, TOKENS)
     return model, ranking
 
 

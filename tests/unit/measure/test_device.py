@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_helix.doctor.amounts.meter import MATMUL, OTHER, Kernel, Transfer, attention_kernel
+from hf_helix.doctor.amounts.meter import attention_kernel
+from hf_helix.doctor.amounts.records import MATMUL, OTHER, Kernel, Transfer
 from hf_helix.doctor.estimate import Ring, kernel_seconds, transfer_seconds
 from hf_helix.measure import device, timing
 from hf_helix.measure.cluster_file import (

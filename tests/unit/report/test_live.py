@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from hf_helix.measure.overlap import Overlap
-from hf_helix.report.flops import TokenFlops
+from hf_helix.planning.timing.token_flops import TokenFlops
 from hf_helix.report.live import LiveScore, short_entries
 from hf_helix.runtime.trace import Span, Trace
 

@@ -23,7 +23,7 @@ from hf_helix.planning.schedule.named import build_schedule
 from hf_helix.planning.schedule.scheduler import simulate_layers
 from hf_helix.planning.timing.predict import Prediction
 from hf_helix.planning.timing.profile_file import save_profile
-from hf_helix.report.page import pipeline_part, plan_parts, stacked, window_part, write_page
+from hf_helix.report.page import colours_of_parts, pipeline_part, plan_parts, stacked, window_part, write_page
 from hf_helix.report.timeline import bars_of_timeline
 from hf_helix.tuning.cache import model_digest
 
@@ -73,6 +73,15 @@ def test_the_memory_of_a_step_rises_to_what_the_doctor_says() -> None:
     assert 1e9 * max(memory.renderers[-1].data_source.data["total"]) == pytest.approx(step.memory.total)
     assert "bubble" in pipeline.figures[0].title.text
     assert columns(stacked({"a": {"x": 1.0, "y": 2.0}}, "", ""))["right"] == [1.0, 3.0]
+    # Every part has a colour of its own, the same in every figure; what nothing hides is hatched.
+    names = ["computation", "exposed intra_node", "exposed inter_node", "bubble", "rest", "optimizer", "other"]
+    drawn = [columns(stacked({"row": dict.fromkeys(each, 1.0)}, "", "")) for each in (names, names[2:4])]
+    assert len(set(drawn[0]["colour"])) == len(names)
+    assert list(drawn[1]["colour"]) == list(drawn[0]["colour"])[2:4]
+    assert [hatch != "blank" for hatch in drawn[0]["hatch"]] == [name.startswith("exposed") for name in names]
+    for kind in (step.memory.parts(), {f"exposed {kind.value}": 1.0 for kind in step.loads if kind.communicates}):
+        colours = colours_of_parts([*kind])
+        assert len({*colours.values()}) == len(kind)
     seconds, held = layouts_part({"mine": step}, cluster, "").figures
     assert columns(seconds)["right"][-1] == pytest.approx(1e6 * step.seconds / case.tokens, rel=0.02)
     assert columns(held)["right"][-1] == pytest.approx(step.memory.total / 1e9)

@@ -1,0 +1,160 @@
+"""Counts of a model on disk, so that a later question about the same model needs neither torch nor counting; and the
+answers to earlier questions.
+
+In:   the digest of a model's configuration, of the options of a count, and of the code that counts.
+Out:  `Facts`, `Amounts`, or the error of a layout that cannot be cut; rankings and steps.
+Must hold: a change of the code of hf_helix, or of a package that counts, makes all files stale; a file is complete or
+not there; an unreadable file is counted anew. Files are JSON of plain values: reading one runs no code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from hf_helix.doctor.amounts import records
+from hf_helix.doctor.amounts.records import Amounts, Facts
+from hf_helix.measure.cache_folder import cache_root, write_file
+from hf_helix.planning.graph.backward import GraphPair
+from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
+from hf_helix.planning.timing.token_flops import TokenFlops
+from hf_helix.planning.window.layout import Layout
+
+PACKAGES = ("torch", "transformers", "peft", "accelerate")
+"""The packages, beside hf_helix, of which another version may count otherwise."""
+
+CLASSES: Mapping[str, Any] = {
+    each.__name__: each
+    for each in (
+        *(getattr(records, name) for name in ("Kernel", "Transfer", "Storage", "Lifetimes", "OperatorAmounts")),
+        *(getattr(records, name) for name in ("Weights", "Gradient", "KeptWeights", "Model", "Amounts", "Facts")),
+        GraphPair,
+        Graph,
+        Operator,
+        TokenFlops,
+        Layout,
+        Kind,
+        Part,
+    )
+}
+"""The classes of values in a file."""
+
+
+class KeptAmounts:
+    """The counts of one model.
+
+    Args:
+        about: what decides the counts beside the layout: the configuration of the model, adapters, types.
+    """
+
+    def __init__(self, about: Mapping[str, Any]) -> None:
+        text = json.dumps({**about, "code": code_digest()}, sort_keys=True)
+        self.folder = cache_root() / "amounts" / hashlib.sha256(text.encode()).hexdigest()[:20]
+
+    def facts(self, count: Callable[[], Facts]) -> Facts:
+        """Returns the properties of the model, counted if they are not on disk."""
+        found: Facts = self._kept("facts", count)
+        return found
+
+    def amounts(self, key: str, count: Callable[[], Amounts | ValueError]) -> Amounts | ValueError:
+        """Returns the amounts of a key, counted if they are not on disk."""
+        found: Amounts | ValueError = self._kept(key, count)
+        return found
+
+    def answer(self, question: str, find: Callable[[], Any], classes: Mapping[str, Any]) -> Any:
+        """Returns the answer to a question about the model, found if it is not on disk.
+
+        Args:
+            question: all that the answer depends on beside the model and the code.
+            find: finds the answer.
+            classes: the classes of the answer's values, by name.
+        """
+        return self._kept(question, find, classes)
+
+    def has(self, key: str) -> bool:
+        """Returns whether a key is on disk."""
+        return self._path(key).exists()
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.json"
+
+    def _kept(self, key: str, count: Callable[[], Any], classes: Mapping[str, Any] = CLASSES) -> Any:
+        path = self._path(key)
+        try:
+            return from_json(json.loads(path.read_text())["value"], classes)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass
+        value = count()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, json.dumps({"key": key, "value": to_json(value)}, separators=(",", ":")))
+        except OSError:  # no room, or a folder of somebody else's
+            pass
+        return value
+
+
+@cache
+def code_digest() -> str:
+    """Returns a digest of the code of hf_helix, and of the versions of the packages that it counts with."""
+    digest, home = hashlib.sha256(), Path(__file__).parents[2]
+    for path in sorted(home.rglob("*.py")):
+        digest.update(f"{path.relative_to(home)}\n".encode() + path.read_bytes())
+    for name in PACKAGES:
+        try:
+            digest.update(f"{name} {version(name)}\n".encode())
+        except PackageNotFoundError:
+            continue
+    return digest.hexdigest()
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+IS = "is"
+"""The key of the class of a value; the other keys are its fields, without those of their default."""
+
+
+def to_json(value: Any) -> Any:
+    """Returns a value of plain types: a tuple as a list, and a list or a mapping as an object."""
+    if isinstance(value, Enum):
+        return {IS: type(value).__name__, "value": value.value}
+    if is_dataclass(value):
+        given = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
+        usual = {each.name: each.default for each in fields(value) if each.default is not MISSING}
+        return {
+            IS: type(value).__name__,
+            **{name: to_json(each) for name, each in given.items() if name not in usual or each != usual[name]},
+        }
+    if isinstance(value, tuple):
+        return [to_json(each) for each in value]
+    if isinstance(value, list):
+        return {IS: "list", "items": [to_json(each) for each in value]}
+    if isinstance(value, Mapping):
+        return {IS: "mapping", "items": [[to_json(key), to_json(each)] for key, each in value.items()]}
+    if isinstance(value, ValueError):
+        return {IS: "ValueError", "text": str(value)}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"{type(value).__name__} is not kept on disk")
+
+
+def from_json(data: Any, classes: Mapping[str, Any] = CLASSES) -> Any:
+    """Returns the value of `to_json`; `classes` are those of its values, by name."""
+    if isinstance(data, list):
+        return tuple([from_json(each, classes) for each in data])
+    if not isinstance(data, dict):
+        return data
+    kind = data[IS]
+    if kind == "list":
+        return [from_json(each, classes) for each in data["items"]]
+    if kind == "mapping":
+        return {from_json(key, classes): from_json(each, classes) for key, each in data["items"]}
+    if kind == "ValueError":
+        return ValueError(data["text"])
+    return classes[kind](**{name: from_json(each, classes) for name, each in data.items() if name != IS})

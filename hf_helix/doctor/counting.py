@@ -1,0 +1,293 @@
+"""Counts a model: the amounts of one rank of a layout, without the machine.
+
+In:   a Transformers configuration, or a model on the meta device; a `HelixConfig`, and the sizes of a micro-batch.
+Out:  `Facts`, `Amounts`.
+Must hold: the units are declared as for training; one layer of each kind is declared and run, for any number of
+layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_helix.config import HelixConfig
+from hf_helix.doctor.amounts.amounts import META, SimulatedStreams, count_amounts, of_slices_alone, simulated_mesh
+from hf_helix.doctor.amounts.meter import LargestPosition, Meter, meta_as
+from hf_helix.doctor.amounts.records import Amounts, Facts, Model, Transfer
+from hf_helix.doctor.case import Case
+from hf_helix.engine.build import declare
+from hf_helix.engine.microbatches import LossScale, WindowMaker
+from hf_helix.engine.recompute import modes_of
+from hf_helix.engine.synthetic import model_on_meta
+from hf_helix.models.family import Family
+from hf_helix.models.graph.experts import is_experts
+from hf_helix.models.peft import base_of
+from hf_helix.models.registry import family_of
+from hf_helix.models.towers import IMAGES
+from hf_helix.operators.moe import assuming
+from hf_helix.operators.unit import Unit
+from hf_helix.operators.vocabulary.head import whole_logits
+from hf_helix.operators.vocabulary.pipeline import slice_buffers
+from hf_helix.planning.graph.backward import FIRST, NEXT
+from hf_helix.planning.plan.registry import baseline_plan
+from hf_helix.planning.schedule.placement import FRONT, REAR, split_layers, stage_ranks
+from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.timing.sizes import Sizes
+from hf_helix.report.flops import token_flops
+from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.rank_units import RankUnits, place_units
+from hf_helix.runtime.runner import Runner
+from hf_helix.tuning.cache import model_digest
+
+TYPES = {"bf16": torch.bfloat16, "fp32": None}
+"""Type of matrix products in cluster files -> type of autocast; None without autocast."""
+
+
+class Counter:
+    """Counts the layouts of a model on the meta device; the model is given, or its configuration, or the path of it.
+
+    Args:
+        model: the model.
+        images_per_row: 0 for rows of text, whose tower is not counted.
+    """
+
+    def __init__(self, model: Any, images_per_row: int | None = None) -> None:
+        self.model = model if isinstance(model, nn.Module) else model_on_meta(model)
+        self.base = base_of(self.model)
+        self._images_per_row = images_per_row
+        self._kinds: Kinds | None = None
+
+    def facts(self) -> Facts:
+        """Returns the properties of the model."""
+        family, tokens, reason = family_of(self.base), 0, ""
+        try:
+            tokens = _image_tokens(self.base) if self._images_per_row != 0 else 0
+        except ValueError as error:
+            reason = str(error)
+        weights = [weight for module in self.model.modules() if is_experts(module) for weight in module.parameters()]
+        return Facts(
+            type(self.base).__name__,
+            len(list(family.layers(self.base))),
+            max((len(weight) for weight in weights if weight.dim() == 3), default=1),
+            family.num_positions(self.base),
+            tokens,
+            reason,
+            model_digest(self.base, with_types=False),
+        )
+
+    def amounts(self, case: Case, backend: str, images: int, crossing: Collection[str]) -> Amounts:
+        """Returns the amounts of a rank for a micro-batch. Raises ValueError if the model cannot be cut like this.
+
+        Args:
+            case: the layout, the micro-batch and the options.
+            backend: of the cluster.
+            images: in the rows of a micro-batch.
+            crossing: the axes between nodes.
+        """
+        kinds, sizes = self.kinds(bool(case.layers_per_stage)), case.sizes
+        kinds.family.check(self.base.config, sizes.tp)
+        run = TYPES[case.dtype], backend, kinds, sizes.dp, images, crossing
+        with assuming(case.imbalance), whole_logits() if case.whole_logits else nullcontext():
+            return amounts_of(self.model, _config_of(case), case.batch, case.length, *run)
+
+    def kinds(self, halved: bool = False) -> Kinds:
+        """Returns the kinds of layers; with halves of layers only for cases that may cut layers (`halved`)."""
+        self._kinds = self._kinds or kinds_of(self.model)
+        return self._kinds if halved else replace(self._kinds, halved=())
+
+
+def _config_of(case: Case) -> HelixConfig:
+    return HelixConfig(
+        tp_size=case.sizes.tp,
+        cp_size=case.sizes.cp,
+        ep_size=case.sizes.ep,
+        recompute=case.recompute,
+        shard_parameters=bool(case.spread_weights),
+        offload=case.offload if case.streams_weights else None,
+        expert_capacity_factor=case.expert_capacity_factor,
+        pp_size=case.sizes.pp if case.spread_vocabulary else 1,
+        spread_vocabulary=case.spread_vocabulary,
+        float8=case.float8,
+        fused_kernels=case.software.fused,
+    )
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The kinds of equal layers of a model; one layer represents each kind."""
+
+    family: Family
+    firsts: Sequence[int]  # the first layer of each kind
+    halved: Sequence[int]  # the second layer of each kind, for the amounts of a layer between two stages
+    kinds: Sequence[int]  # for every layer, the index of its kind in `firsts`
+    model: Model  # the model, without the names of its units
+
+
+def kinds_of(model: Any) -> Kinds:
+    """Returns the kinds of layers of a model, equal in code, options, sizes, types and trained parameters. The full
+    model is declared once, as if for one device, so a model that cannot be run is refused here with ValueError."""
+    base, config = base_of(model), HelixConfig()
+    family = family_of(base)
+    layers = list(family.layers(base))
+    whole = declare(model, config, simulated_mesh({}), modes_of(layers, None, config)).rank_units
+    keys = [
+        (
+            family.layer_key(base, index),
+            bool(getattr(layer, "gradient_checkpointing", False)),
+            tuple((weight.dtype, weight.requires_grad) for weight in layer.parameters()),
+        )
+        for index, layer in enumerate(layers)
+    ]
+    distinct = list(dict.fromkeys(keys))
+    tied = any(len({index for index, _ in row}) > 1 for row in whole.layout.shared)
+    costs = family.head_cost(base), family.embedding_cost(base, 1.0), family.first_least
+    about = Model(type(base).__name__, (), *costs, tied, token_flops(base))
+    kinds = [distinct.index(key) for key in keys]
+    halved = [kinds.index(kind, kinds.index(kind) + 1) for kind in range(len(distinct)) if kinds.count(kind) > 1]
+    named = {unit.name: unit for unit in whole.all_units.values() if unit.graphs.forward.repeats}
+    if len(halved) < len(distinct) or any(layer.halves() is None for layer in named.values()):
+        halved = []
+    return Kinds(family, [keys.index(key) for key in distinct], halved, kinds, about)
+
+
+def amounts_of(
+    model: Any,
+    config: HelixConfig,
+    batch: int,
+    length: int,
+    autocast_dtype: torch.dtype | None = None,
+    backend: str = "nccl",
+    kinds: Kinds | None = None,
+    dp_size: int = 1,
+    images: int = 0,
+    inter_node_axes: Collection[str] = (),
+) -> Amounts:
+    """Returns the amounts of a rank for a micro-batch of `batch` sequences, on a node with all ranks but those of some
+    axes, with as many sample images as `images` says in all (`Towers.sample`). The model, on the meta device, is not
+    changed. Raises ValueError if the model cannot be cut to these sizes."""
+    base = base_of(model)
+    log: list[Transfer] = []
+    spread = Sizes(cp=config.cp_size, dp=dp_size, ep=config.ep_size).spread() if config.shard_parameters else {}
+    mesh = _mesh_of(config, backend, spread, inter_node_axes, log)
+    kinds = kinds or replace(kinds_of(model), halved=())
+    make_buffers = kinds.family.empty(base, config.tp_size)
+    declared = _declared(model, config, mesh, kinds, autocast_dtype)
+    names = [unit.name for _, unit in sorted(declared.all_units.items())]
+    parts = (FRONT, REAR), (FIRST, NEXT)
+    first, *layers, last = [name for name in names if not name.startswith(parts[0]) and not name.endswith(parts[1])]
+    about = replace(kinds.model, units=[first, *(layers[kind] for kind in kinds.kinds), last])
+    rank_units = _one_of_each(declared)
+    whole = {parameter: parameter.data for parameter in rank_units.all_placements}
+    try:
+        _cut(rank_units, mesh)
+        plan = baseline_plan(rank_units.layout, model=type(base).__name__, mesh=config.option_sizes)
+        streams = SimulatedStreams(log)
+        runner = Runner(rank_units, plan, mesh, streams, Scheduler(config.schedule, 1), 0, autocast_dtype)
+        ids = torch.zeros(batch, length, dtype=torch.long, device=META)
+        scale = LossScale(torch.ones((), device=META))
+        window = WindowMaker(base, mesh).microbatch({"input_ids": ids, "labels": ids}, scale, (0, 0))
+        towers = kinds.family.towers
+        with LargestPosition():
+            side = window.prepare()
+        side = {**side, **({IMAGES: towers.sample(images)} if towers is not None and images else {})}
+        window = replace(window, prepare=lambda: side)
+        handed_on = sum(value.nbytes for value in make_buffers(side))
+        dtype = autocast_dtype or base.dtype
+        of_slices = slice_buffers(make_buffers, config.tp_size, False, dtype)(config.pp_size // 2)(side)
+        with meta_as(backend):
+            amounts = count_amounts(runner, window, handed_on, about, spread)
+        amounts = replace(amounts, handed_over=sum(value.nbytes for value in of_slices))
+        return of_slices_alone(amounts, rank_units) if config.spread_vocabulary else amounts
+    finally:
+        for parameter, value in whole.items():
+            parameter.data, parameter.grad = value, None
+
+
+def _image_tokens(base: Any) -> int:
+    """Returns the tokens of a sample image in the text; 0 for a model without a tower. Raises ValueError if the work of
+    the tower cannot be counted."""
+    towers = family_of(base).towers
+    if towers is None:
+        return 0
+    try:
+        with torch.no_grad(), Meter():
+            return len(towers.features(towers.sample(1))[0])
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise ValueError(
+            f"the tower of {type(base).__name__} is not counted: its code reads values of images ({reason})"
+        ) from error
+
+
+def check_cut(model: Any, kinds: Kinds, config: HelixConfig) -> None:
+    """Raises ValueError where a layout does not divide the sizes of a model, with the sizes that do. The model is
+    declared on the meta device; nothing is run.
+
+    Args:
+        model: on the meta device.
+        kinds: of its layers, see `kinds_of`.
+        config: the layout.
+    """
+    split_layers(len(kinds.kinds), stage_ranks(Scheduler(config.schedule, config.pp_size).placement, config.pp_size))
+
+    def reason(tp_size: int) -> ValueError | None:
+        try:
+            kinds.family.check(model.config, tp_size)
+            tried = replace(config, tp_size=tp_size, pp_size=1)
+            _declared(model, tried, _mesh_of(tried), replace(kinds, halved=()), None)
+        except ValueError as error:
+            return error
+        return None
+
+    error = reason(config.tp_size)
+    if error is not None:
+        fits = [size for size in range(config.tp_size - 1, 0, -1) if reason(size) is None]
+        hint = f"; tp_size={fits[0]} works" if fits and "that work" not in str(error) else ""
+        raise ValueError(f"{error}{hint}") from error
+
+
+def _mesh_of(
+    config: HelixConfig,
+    backend: str = "nccl",
+    spread: Mapping[str, int] | None = None,
+    inter_node_axes: Collection[str] = (),
+    log: list[Transfer] | None = None,
+) -> Mesh:
+    """Returns the mesh of a layout; arguments as of `simulated_mesh`."""
+    sizes = {"tp": config.tp_size, "cp": config.cp_size, "ep": config.ep_size}
+    sizes["vocabulary"] = config.tp_size * config.pp_size
+    return simulated_mesh(sizes, inter_node_axes, backend == "nccl", spread, config.streams_weights, log)
+
+
+def _declared(
+    model: Any, config: HelixConfig, mesh: Mesh, kinds: Kinds, autocast_dtype: torch.dtype | None
+) -> RankUnits:
+    """Returns the embedding, the first layer of each kind, the halves of a second, and the head, uncut; arguments as of
+    `amounts_of`."""
+    layer_indices = sorted([*kinds.firsts, *kinds.halved])
+    modes = modes_of(kinds.family.layers(base_of(model)), None, config)
+    modes = [modes[index] for index in layer_indices]
+    return declare(model, config, mesh, modes, None, layer_indices, kinds.halved, autocast_dtype).rank_units
+
+
+def _one_of_each(rank_units: RankUnits) -> RankUnits:
+    """Returns a rank's units with the first unit of every name: layers of different kinds may have equal operators."""
+    units: dict[str, Unit] = {}
+    for unit in rank_units.all_units.values():
+        units.setdefault(unit.name, unit)
+    return place_units(list(units.values()))
+
+
+def _cut(rank_units: RankUnits, mesh: Mesh) -> None:
+    for parameter, placement in rank_units.all_placements.items():
+        axis = mesh.axis_of(placement)
+        parameter.grad = None
+        parameter.data = placement.cut(parameter.data, axis.size, axis.rank)
+    for flat in rank_units.flat_parameters:
+        flat.shard_in_place(META)
