@@ -6,8 +6,8 @@ of the doctor; `cluster`, `gpus` and `network` are as in `hf-helix doctor`; `mod
 `microbatches`, `tp`, `pp`, `cp`, `ep`, `recompute`, `schedule`, `float8`, `lora`, `sync`, `zero1` and `zero3` may be
 missing. What no row says, the software of its source, is in `ORIGINS`. Rows without a prediction are named and counted.
 
-    python -m benchmarks.published FILE.jsonl
-    python -m benchmarks.published FILE.jsonl --markdown table.md
+    python -m benchmarks.published benchmarks/published.jsonl
+    python -m benchmarks.published benchmarks/published.jsonl --markdown table.md
 """
 
 import argparse

@@ -30,11 +30,11 @@ class Software:
     attention: str = ""  # a kernel of `Device.attention_kernels`; "" for the kernel of `Device.attention`
     all_in_float8: bool = False  # whether float8 multiplies weight gradients and frozen weights in fp8, too
     products: float = 1.0  # rate of matrix products in parts of the cluster's, as of older libraries, or at less power
+    memory: float = 1.0  # the same of the device's memory
     # whether collectives have kernels of their own: hf_helix adds up exchanged parts in fp32, NCCL does so on their way
     exchanges: bool = True
     # bytes of rows to experts of other nodes, in parts of a row for each expert: DeepEP sends a row once to a node
     once_a_node: float = 1.0
-    memory: float = 1.0  # the same of the device's memory
     sums: str = ""  # the type of gradients in a reduction; "" for fp32 of hf_helix, and for the type of each rival
 
 
