@@ -4,8 +4,8 @@ In:   a folder, a name on the Hub, a configuration, or the name of a class; size
 Out:  a line for each layout: equal, different, refused or failed, with the largest differences.
       With --operators, for every kind of unit the operators of its forward pass in order, and the cuts of its
       parameters: training runs these operators; the backward pass is derived from them, and a plan orders both.
-Must hold: the processes are started here, on the CPU, unless a launcher did; the status is 1 where a layout is
-different or has failed, or where none was proven.
+Must hold: the processes are started here, on the CPU, unless a launcher did; the status is 1 if a layout is different
+    or has failed, or if none was proven.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class CheckCommand(Command):
     Compared are losses, every gradient by name, and the logits of predict(), in fp32 on random weights
     large enough for caps, norms and windows to matter, with rows that are padded, packed, and of lengths that do not
     divide. Figures are relative: of a loss to itself (equal up to 1e-5), of a gradient to its norm (1e-4), of logits to
-    the largest (1e-4). With --float8, the error of products in fp8 beside bf16 is printed as well. Of the model only
+    the largest (1e-4). With --float8, the error of products in fp8 next to bf16's is also printed. Of the model only
     the configuration is read. Its own sizes are cut on the meta device, without memory, to see if heads, layers and
-    experts divide; what is compared is made small, unless --as_is keeps the sizes. Without any size, the usual layouts
+    experts divide; the compared models are small, unless --as_is keeps the sizes. Without any size, the usual layouts
     are checked.
     """
 
@@ -109,12 +109,12 @@ def _misfits(subject: Subject, configs: Sequence[HelixConfig]) -> list[tuple[Hel
     from hf_helix.engine.proof.prove import reason_of
     from hf_helix.engine.synthetic import model_on_meta
 
-    if subject.config is None and len(configs) == 1:  # the proof says so as soon
+    if subject.config is None and len(configs) == 1:  # the proof will report it at once
         return []
     try:
         model = subject.build() if subject.config is None else model_on_meta(subject.config)
         kinds = kinds_of(model)
-    except Exception as error:  # as a proof says the reason
+    except Exception as error:  # the reason, as in a proof
         return [(config, reason_of(error)) for config in configs]
     found = []
     for config in configs if subject.config is not None else ():

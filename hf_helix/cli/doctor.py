@@ -1,7 +1,7 @@
 """hf-helix doctor: the fastest layout of a model on a cluster, with enough memory.
 
 In:   a model's configuration, a cluster file, the tokens of a step.
-Out:  the best layouts beside plain data parallelism, the parts of the best, and the YAML to launch the best.
+Out:  the best layouts and plain data parallelism, the parts of the best, and the YAML to launch the best.
 Must hold: nothing is measured; an impossible layout, or a layout without enough memory, is never proposed, and --why
 prints every reason.
 """
@@ -100,7 +100,7 @@ class DoctorCommand(OnCluster):
         chosen = self._chosen(ranking) if self.layout else ranking.proposed(cluster)
         assumes_rows = self.imbalance > 1 or self.expert_capacity_factor is not None
         usual = self.network is None and self.state_bytes == STATES and not (best.case.offload or best.case.float8)
-        if usual and not assumes_rows:  # a run is told nothing that was only supposed
+        if usual and not assumes_rows:  # a run gets no advice from assumptions
             speeds = {step.case.sizes: step.tokens_per_second for step in ranking.steps}
             remember(simulated.facts.digest, speeds, cluster, self.dtype, self.sequence_length, tokens)
         trained = f", LoRA adapters of rank {self.lora_r}" if self.lora_r else ""
@@ -142,8 +142,8 @@ class DoctorCommand(OnCluster):
             )
 
     def _with_offload(self, ranking: Ranking, simulated: SimulatedModel, cluster: Cluster, tokens: int) -> Ranking:
-        """Returns a ranking with layouts whose optimizer lies on the host, where nothing fits without or the fastest
-        recomputes while devices have its states; with parameters on the host, where nothing fits with that."""
+        """Returns a ranking with layouts whose optimizer lies on the host, if nothing fits without or the fastest
+        recomputes while devices have its states; with parameters on the host, if nothing fits with that."""
         optimizer, parameters = OFFLOADS
         recomputes = any(step.case.recompute != "none" for step in ranking.steps[:1])
         if not ranking.steps or (recomputes and not self.lora_r):
@@ -156,7 +156,7 @@ class DoctorCommand(OnCluster):
         """Returns the step of `layout`.
 
         Raises:
-            ValueError: no such layout fits; says why not, or which do.
+            ValueError: no such layout fits; with the reason, or the layouts that do.
         """
         for step in ranking.steps:
             if is_named(step.case.sizes, self.layout):
@@ -215,7 +215,7 @@ class DoctorCommand(OnCluster):
 
 
 def check_derived(simulated: SimulatedModel) -> None:
-    """Raises ValueError where no layout at all can be made of a model."""
+    """Raises ValueError if no layout at all can be made of a model."""
     from hf_helix.models.peft import base_of
     from hf_helix.models.registry import family_of
 

@@ -73,7 +73,7 @@ class ModelsCommand(Command):
     name: str = argument("", "only classes that have this in their names, such as gemma")
 
     def run(self) -> None:
-        """Prints a line for each class, continued where it needs more: those that tests compare, then the census."""
+        """Prints a line for each class, continued if it needs more: the classes that tests compare, then the census."""
         part = self.name.lower()
         declared = {name: model for name, model in SUPPORTED.items() if part in name.lower()}
         for name, model in declared.items():
@@ -84,7 +84,7 @@ class ModelsCommand(Command):
 
 
 def _print_census(census: Census, part: str) -> None:
-    """Prints what was found for the classes that have a text in their names: first those that are proven somewhere."""
+    """Prints the results of the classes that have a text in their names: first the ones that are proven somewhere."""
     matching = {name: findings for name, findings in census.classes.items() if part in name.lower()}
     if part and not matching:
         names = {name.lower(): name for name in census.classes}
@@ -126,7 +126,7 @@ def describe(findings: Findings) -> str:
 
 def _wrapped(head: str, text: str) -> str:
     """Returns a line, continued below its second part."""
-    if len(head) > 80:  # a name with options; what was found stands below it
+    if len(head) > 80:  # a name with options; its results stand below it
         return head.rstrip() + "".join(
             f"\n{' ' * 35}{line}" for line in textwrap.wrap(text, 84, break_on_hyphens=False)
         )

@@ -51,7 +51,7 @@ VALUES = {
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults where there are any, and keeps the line breaks of descriptions and examples."""
+    """Shows defaults if there are any, and keeps the line breaks of descriptions and examples."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default is None or action.default is False else super()._get_help_string(action)
@@ -114,7 +114,7 @@ class Command:
             parser.add_argument(prefix + each.name, **arguments)
 
     def check_values(self) -> None:
-        """Raises ValueError where a count is below 1, or a file cannot be written."""
+        """Raises ValueError if a count is below 1, or a file cannot be written."""
         for name, value in vars(self).items():
             is_count = name in COUNTS or name.endswith("_size")
             if is_count and isinstance(value, int) and value < 1:
@@ -167,7 +167,7 @@ def _taking(hint: Any) -> dict[str, Any]:
 
 
 def check_output(name: str, path: Path) -> None:
-    """Raises ValueError where a file cannot be written; `name` is the option with its path."""
+    """Raises ValueError if a file cannot be written; `name` is the option with its path."""
     folder = path.parent
     if path.is_dir():
         raise ValueError(f"--{name} {path} is a folder; give a file, such as {path / 'result'}")

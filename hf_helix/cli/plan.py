@@ -2,7 +2,7 @@
 
 In:   a profile.
 Out:  a table of every rule's predicted time; a plan, as JSON: the fastest, or the plan of `--rule`.
-Must hold: the file is enough, without torch; saving a slower plan than the fastest is said.
+Must hold: the file is enough, without torch; a line tells if the saved plan is slower than the fastest.
 """
 
 from dataclasses import dataclass

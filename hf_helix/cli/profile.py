@@ -1,4 +1,4 @@
-"""hf-helix profile: measure every operator, and operators beside each other.
+"""hf-helix profile: measure every operator, and pairs of operators.
 
 In:   a model's configuration, sizes of the mesh and of a micro-batch.
 Out:  a profile, as JSON; a Perfetto trace if asked for.
@@ -20,7 +20,7 @@ from hf_helix.planning.timing.profile_file import save_profile
 
 @dataclass(kw_only=True)
 class ProfileCommand(Command):
-    """Measure every operator of a model on this machine, alone and beside others.
+    """Measure every operator of a model on this machine, by itself and with others.
 
     examples:
       hf-helix profile --model Qwen/Qwen3-0.6B --tp_size 2 --sequence_length 256
@@ -60,7 +60,7 @@ class ProfileCommand(Command):
             start(self.words(), self.tp_size * self.pp_size * self.cp_size * self.ep_size)
 
     def _check_model(self) -> None:
-        """Raises ValueError where the model cannot be cut like this."""
+        """Raises ValueError if the model cannot be cut like this."""
         from hf_helix.doctor.counting import check_cut, kinds_of
         from hf_helix.engine.synthetic import model_on_meta
 

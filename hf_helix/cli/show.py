@@ -2,7 +2,7 @@
 
 In:   a plan with its profile, a profile, or the name of a schedule.
 Out:  text, a page, or a picture.
-Must hold: files are enough, without torch; memory alone needs the model.
+Must hold: files are enough, without torch; only memory needs the model.
 """
 
 import functools
@@ -46,9 +46,9 @@ class ShowCommand(Command):
       hf-helix show plan.json --profile profile.json --html page.html     the same as a page for a browser, and more
       hf-helix show plan.json --profile profile.json --html page.html --model FOLDER   with memory over the window
       hf-helix show plan.json --profile profile.json --compare sequential   two layers under both plans
-      hf-helix show profile.json                                          where time goes, and what overlaps well
+      hf-helix show profile.json                                          the parts of the time, and good pairs
       hf-helix show --schedule folded_1f1b --pp 4 --microbatches 12       a pipeline, slot by slot
-      hf-helix show --schedule all --gain 1.4                             all schedules beside each other
+      hf-helix show --schedule all --gain 1.4                             all schedules next to each other
 
     The overlap efficiency (OEF) of two operators is (T_i + T_j - P_ij) / min(T_i, T_j), with their times alone and the
     time of both side by side (equation 1 of the DHelix paper). At 1 the shorter is hidden wholly behind the longer, at
@@ -83,7 +83,7 @@ class ShowCommand(Command):
                 raise ValueError(f"--{name} {value:g}: give {least}, such as --{name} 1")
 
     def run(self) -> None:
-        """Text, or a page where `--html` is given."""
+        """Text, or a page if `--html` is given."""
         if (self.file is None) == (self.schedule is None):
             raise ValueError(
                 "show takes either a plan or a profile, or a schedule, such as --schedule 1f1b; give one of them"
@@ -146,7 +146,7 @@ class ShowCommand(Command):
         print(title, text_timeline(bars, self.width), sep="\n")
 
     def _memory(self, profile: Profile, mesh: dict[str, int]) -> Callable[[Prediction], page.WindowMemory] | None:
-        """What gives the memory of a predicted window, where the model is given."""
+        """The function for the memory of a predicted window, if the model is given."""
         if self.model is None:
             return None
         from hf_helix.doctor.page import memory_of_run
@@ -191,6 +191,6 @@ class ShowCommand(Command):
 
 
 def _measured(plan: Path) -> str:
-    """What a run wrote beside its plan, if any."""
+    """The texts that a run wrote next to its plan, if any."""
     beside = plan.with_name("tuning.txt")
     return beside.read_text().strip() if beside.is_file() else ""

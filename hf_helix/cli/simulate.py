@@ -121,7 +121,7 @@ class OnCluster(Command):
         return Case(sizes, length=self.sequence_length, **given)
 
     def images_lines(self, simulated: SimulatedModel) -> Iterator[str]:
-        """Yields what is supposed about the images of a row, for a model with a tower."""
+        """Yields the assumptions about the images of a row, for a model with a tower."""
         if simulated.without_images:
             yield f"Rows have text alone here: {simulated.without_images}."
         elif share := simulated.image_share(self.sequence_length):
@@ -145,7 +145,7 @@ class OnCluster(Command):
         print(f"a page of it: {self.html}")
 
     def check_values(self) -> None:
-        """Also raises ValueError where experts would get less than the mean, both options set the rows of experts, or
+        """Also raises ValueError if experts would get less than the mean, both options set the rows of experts, or
         states would take less than nothing."""
         super().check_values()
         imbalance, capacity = self.imbalance, self.expert_capacity_factor
@@ -226,7 +226,7 @@ class SimulateCommand(OnCluster):
             )
         options = ("shard_optimizer", "shard_parameters", "reduce_gradients", "offload")
         sharding = {name: getattr(self, name) for name in options}
-        HelixConfig(**sharding, pp_size=self.pp_size, spread_vocabulary=self.spread_vocabulary)  # refuses what is wrong
+        HelixConfig(**sharding, pp_size=self.pp_size, spread_vocabulary=self.spread_vocabulary)  # refuses wrong values
         return self.case_of(
             Sizes(self.tp_size, self.cp_size, self.pp_size, dp, ep),
             batch=self.batch_size,
@@ -243,7 +243,7 @@ def kept_amounts(path: str, images: int | None, adapters: Mapping[str, Any]) -> 
 
     Args:
         path: of the configuration, or of its folder.
-        images: in a row; None for those of the model.
+        images: in a row; None for the model's.
         adapters: the options of adapters.
     """
     from hf_helix.doctor.amounts.kept import KeptAmounts
@@ -296,7 +296,7 @@ def _speed(network: str) -> LinkSpeed:
 
 
 def _resized(cluster: Cluster, gpus: str) -> Cluster:
-    """Returns a cluster with as many devices, "16", in nodes like its own, or of a form, "2x4"."""
+    """Returns a cluster with a number of devices, "16", in nodes like its own, or of a form, "2x4"."""
     numbers = [int(word) if word.isdecimal() else 0 for word in gpus.split("x")]
     if len(numbers) > 2 or min(numbers) < 1:
         raise ValueError(f"--gpus {gpus}: give 1 or more devices, such as 16, or nodes x devices, such as 2x4")

@@ -1,7 +1,8 @@
 """A case: a layout with its micro-batches and options.
 
-In:   the options of `HelixConfig` that a prediction reads, the sizes of a micro-batch, and what a run cannot say.
-Out:  a `Case`, with what follows from it alone: ranks of stages, and over which ranks weights and gradients lie.
+In:   the options of `HelixConfig` that a prediction reads, the sizes of a micro-batch, and further conditions of a
+    prediction.
+Out:  a `Case`, with its consequences: ranks of stages, and the ranks that share weights and gradients.
 Must hold: nothing here imports torch.
 """
 
@@ -24,12 +25,12 @@ ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of an element of cast weigh
 
 @dataclass(frozen=True)
 class Software:
-    """The code of a run, as far as the times of its kernels depend on it; by default that of hf_helix."""
+    """The code of a run, as far as the times of its kernels depend on it; by default hf_helix's."""
 
     fused: bool = True  # whether norms, gates and ropes are a kernel each, of Triton, Liger, a compiler or Megatron
     attention: str = ""  # a kernel of `Device.attention_kernels`; "" for the kernel of `Device.attention`
-    all_in_float8: bool = False  # whether float8 multiplies weight gradients and frozen weights in fp8, too
-    products: float = 1.0  # rate of matrix products in parts of the cluster's, as of older libraries, or at less power
+    all_in_float8: bool = False  # whether float8 also multiplies weight gradients and frozen weights in fp8
+    products: float = 1.0  # rate of matrix products in parts of the cluster's, for older libraries, or at less power
     memory: float = 1.0  # the same of the device's memory
     # whether collectives have kernels of their own: hf_helix adds up exchanged parts in fp32, NCCL does so on their way
     exchanges: bool = True
@@ -112,7 +113,7 @@ class Case:
         return self.sizes.spread() if self.shard_parameters or self.shard_optimizer else {}
 
     def stepped(self, count: float, of_experts: float) -> float:
-        """Returns the part that a rank steps of its weights or gradients, those of experts counted apart."""
+        """Returns the part that a rank steps of its weights or gradients, experts' counted apart."""
         ranks = self.spread_gradients
         return count / ranks.get(COPIES, 1) + of_experts / ranks.get(EXPERT_COPIES, 1)
 

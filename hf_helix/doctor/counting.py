@@ -169,7 +169,7 @@ def amounts_of(
     inter_node_axes: Collection[str] = (),
 ) -> Amounts:
     """Returns the amounts of a rank for a micro-batch of `batch` sequences, on a node with all ranks but those of some
-    axes, with as many sample images as `images` says in all (`Towers.sample`). The model, on the meta device, is not
+    axes, with a number of sample `images` in all (`Towers.sample`). The model, on the meta device, is not
     changed. Raises ValueError if the model cannot be cut to these sizes."""
     base = base_of(model)
     log: list[Transfer] = []
@@ -226,7 +226,7 @@ def _image_tokens(base: Any) -> int:
 
 
 def check_cut(model: Any, kinds: Kinds, config: HelixConfig) -> None:
-    """Raises ValueError where a layout does not divide the sizes of a model, with the sizes that do. The model is
+    """Raises ValueError if a layout does not divide the sizes of a model, with the sizes that do. The model is
     declared on the meta device; nothing is run.
 
     Args:
@@ -259,7 +259,7 @@ def _mesh_of(
     inter_node_axes: Collection[str] = (),
     log: list[Transfer] | None = None,
 ) -> Mesh:
-    """Returns the mesh of a layout; arguments as of `simulated_mesh`."""
+    """Returns the mesh of a layout; for the arguments see `simulated_mesh`."""
     sizes = {"tp": config.tp_size, "cp": config.cp_size, "ep": config.ep_size}
     sizes["vocabulary"] = config.tp_size * config.pp_size
     return simulated_mesh(sizes, inter_node_axes, backend == "nccl", spread, config.streams_weights, log)

@@ -154,7 +154,7 @@ def operator_seconds(
     dtype: str,
     software: Software = HELIX,
 ) -> float:
-    """Returns the seconds of an operator that runs alone. On GPUs, collectives also have kernels: sums of exchanged
+    """Returns the seconds of an operator by itself. On GPUs, collectives also have kernels: sums of exchanged
     parts, and rounding of gathered values; on a CPU the measured rates of links have their time.
 
     Args:
@@ -278,7 +278,7 @@ def contended(
         if first is second or not {(first, second), (second, first)} & cluster.contention.keys():
             continue
         slow = cluster.slowdowns(first, second, (sent.get(a, 0), sent.get(b, 0)))
-        # Pairs without a slowdown are listed, too: missing pairs get the mean of their kinds.
+        # Pairs without a slowdown are also listed: missing pairs get the mean of their kinds.
         pairs[a, b] = Pair.of(times[a], times[b], *slow)
     if len(longest) == len(set(kind_of.values())):
         return pairs, {}

@@ -49,7 +49,7 @@ def published_runs() -> tuple[PublishedRun, ...]:
 
 
 def kind_of(case: Case, experts: int = 1) -> str:
-    """Returns the kind of a case of a model with so many experts in a layer: the first of `KINDS` that it is."""
+    """Returns the kind of a case of a model with a number of experts in a layer: the first of `KINDS` that it is."""
     sizes = case.sizes
     found = {
         MIXTURE: experts > 1,

@@ -53,7 +53,7 @@ OFF = 0.1  # largest relative difference between the tokens of a step and the re
 WIDEST = 8  # most ranks of tensor parallelism over several nodes of few devices
 ONE_STRAND = "sequential"
 CLOSE = 0.05  # of a step: predictions nearer to each other are too close to tell which is faster
-HEADROOM = 0.05  # of a device's memory: what a prediction may miss
+HEADROOM = 0.05  # of a device's memory: the error of a prediction
 
 SEARCHING = 0.8  # progress after the search at `Fidelity.QUICK`
 
@@ -76,7 +76,7 @@ class Ranking:
     rivals: Sequence[RivalStep] = ()
 
     def plain(self) -> Step | None:
-        """Returns the fastest step with data parallelism alone; None if none fits."""
+        """Returns the fastest step with only data parallelism; None if none fits."""
         return next((step for step in self.steps if is_plain(step.case)), None)
 
     def proposed(self, cluster: Cluster) -> Step:
@@ -105,7 +105,7 @@ class Ranking:
 
 
 def is_plain(case: Case) -> bool:
-    """Returns whether a case has data parallelism alone."""
+    """Returns whether a case has only data parallelism."""
     return case.sizes.tp == case.sizes.pp == case.sizes.cp == case.sizes.ep == 1
 
 
@@ -186,7 +186,7 @@ class Search:
     def _with_leading(self, steps: Sequence[Step]) -> tuple[list[Step], list[Dropped]]:
         """Returns the steps, the fastest first, and the layouts that turn out not to fit.
 
-        The leading steps and the fastest step with data parallelism alone are predicted at higher fidelity, repeatedly,
+        The leading steps and the fastest step with only data parallelism are predicted at higher fidelity, repeatedly,
         until no leading step is quick: new predictions change the order.
         """
         unfit: list[Dropped] = []
@@ -252,7 +252,7 @@ class Search:
     def _best(self, sizes: Sizes) -> Step | Dropped:
         """Returns the fastest fitting case of some parallel sizes, or the reason for none.
 
-        `shard_optimizer` is on unless slower: a shard needs less memory, updates fewer weights, and sends as many
+        `shard_optimizer` is on unless slower: a shard needs less memory, updates fewer weights, and sends the same
         bytes. The size of micro-batches matters little here, so only the fastest case is tried without shards. Weights
         are sharded only if full weights leave too little memory, since sharded weights move more bytes; and only
         without a pipeline, whose stages would gather weights for every one of many micro-batches.
@@ -433,7 +433,7 @@ class Search:
     def _fitting(self, case: Case, smaller: Case | None) -> list[Case]:
         """Returns the cases with the least recomputation that fit, with `shard_optimizer` if possible; `smaller` is a
         fitting case with smaller micro-batches. The case that reduces gradients in every micro-batch follows if that
-        saves recomputation; likewise under "auto" the case of a named schedule. The case of another placement, with
+        saves recomputation; and under "auto" the case of a named schedule. The case of another placement, with
         more waiting, follows only if nothing fits on the fold. Raises ValueError if the model cannot be cut to these
         sizes, or does not fit."""
         whole = case.shard_parameters or case.streams_weights

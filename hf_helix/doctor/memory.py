@@ -95,7 +95,7 @@ def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, case: Cas
         layout: the units of all ranks.
         rank: the pipeline rank.
         peak: the peak of its window.
-        case: the case, whose options say where weights and states lie.
+        case: the case, whose options place weights and states.
     """
     held, on_host = held_weights(amounts, layout, rank), bool(case.offload)
     trained, mine = held.all_trained, case.stepped(held.trained, held.experts)
@@ -192,7 +192,7 @@ def peaks_of_window(amounts: Amounts, layout: Layout, drawn: Drawing, host_runs_
 
 
 def _spans_of_values(amounts: Amounts, layout: Layout, program: Sequence[Instruction], held: Held) -> Iterator[Span]:
-    """Yields the spans of what operators leave, and of their workspaces; from the end of a program on, where the ends
+    """Yields the spans of operators' results, and of their workspaces; from the end of a program on, if the ends
     of values are known."""
     ends: dict[tuple[int, object], int] = {}  # of values and entries by micro-batch, and of micro-batches
     known: dict[tuple[int, str], list[tuple[Storage, list[object]]]] = {}  # memory left, by operator, with its holders
@@ -243,7 +243,7 @@ def _holders(amounts: Amounts, layout: Layout, unit: int, storage: Storage) -> l
 
 def _spans_of_gradients(amounts: Amounts, layout: Layout, program: Sequence[Instruction]) -> Iterator[Span]:
     """Yields the spans of full gradients of shards: from the first addition until a reduction has copied them into its
-    bucket, and few further buckets are in flight. The copy is made beside them."""
+    bucket, and few further buckets are in flight. The copy is made while they exist."""
     if not amounts.spread:
         return
     sizes: dict[tuple[Adders, int], int] = {}  # bytes of gradients
@@ -304,7 +304,7 @@ def _microbatches(slots: Sequence[Slot]) -> set[int]:
 
 
 def full_gradients(amounts: Amounts, layout: Layout, rank: int, is_single: bool, often: bool) -> int:
-    """Returns the bytes of full gradients of a rank that shards them: all, but where every micro-batch is reduced
+    """Returns the bytes of full gradients of a rank that shards them: all, but if every micro-batch is reduced
     (`often`, or a window of a single one) only those in flight, and in backward or in two copies. Weights of several
     units are reduced once in a window."""
     buckets: dict[tuple[int, str, bool], int] = {}
@@ -328,13 +328,13 @@ Held = Mapping[int, int]  # index of a collective -> index of the instruction be
 
 
 def held_until_waited(program: Sequence[Instruction]) -> Held:
-    """Returns the releases of a program on a GPU: where the compute stream waits for a value of the collective; without
-    a wait where nothing refers to its event any more, neither a value nor a collective that has read a value."""
+    """Returns the releases of a program on a GPU: when the compute stream waits for a value of the collective; without
+    a wait when nothing refers to its event any more, neither a value nor a collective that has read a value."""
     until: dict[int, int] = {}
-    ends: dict[tuple[int, Key], tuple[int, bool]] = {}  # where the event of a value goes, and whether by a wait
+    ends: dict[tuple[int, Key], tuple[int, bool]] = {}  # the end of the event of a value, and whether by a wait
     readers: dict[tuple[int, Key], list[int]] = {}  # collectives that read a value before its end
-    of_batch: dict[int, tuple[int, bool]] = {}  # where all collectives of a micro-batch are waited for
-    barrier = NEVER, False  # where all but prefetches are
+    of_batch: dict[int, tuple[int, bool]] = {}  # the wait for all collectives of a micro-batch
+    barrier = NEVER, False  # the wait for all but prefetches
     for place in range(len(program) - 1, -1, -1):
         instruction, waited = program[place], (place, True)
         op, microbatch = instruction.operator, instruction.microbatch

@@ -2,8 +2,8 @@
 
 In:   a step or a ranking with the amounts of a rank; or a predicted window with its profile and its model.
 Out:  parts of a page, see `hf_helix.report.page`; `WindowMemory`.
-Must hold: the memory of a window is that of the doctor's table, instruction by instruction; a window too long to be
-looked at is drawn with fewer micro-batches, and its title says so.
+Must hold: the memory of a window equals the doctor's table, instruction by instruction; a window too long to be looked
+    at is drawn with fewer micro-batches, with their number in its title.
 """
 
 import re
@@ -59,7 +59,7 @@ def step_parts(amounts: Amounts, case: Case, cluster: Cluster) -> list[Part]:
 
 
 def layouts_part(steps: Mapping[str, Step], cluster: Cluster, table: str) -> Part:
-    """Returns layouts beside each other, by name, with their table: seconds for a million tokens, and memory, both by
+    """Returns layouts next to each other, by name, with their table: seconds for a million tokens, and memory, both by
     part."""
     labels = {f"{name}, {step.tokens_per_second:,.0f} tokens/s": step for name, step in steps.items()}
     seconds = {label: _seconds(step) for label, step in labels.items()}
@@ -99,7 +99,7 @@ def window_memory(
         amounts: the amounts of a rank.
         layout: the units of all ranks.
         drawn: the programs of all ranks, and their timeline.
-        case: says where weights and states lie.
+        case: places weights and states.
         host_runs_ahead: of the device, see `memory_of_window`.
     """
     programs, timeline = drawn
@@ -125,7 +125,7 @@ def memory_of_run(model: Any, profile: Profile, mesh: Mapping[str, Any], predict
 
     Args:
         model: the configuration of the model, or its path.
-        profile: the profile of the run, whose `about` says the shapes and how replicas share weights.
+        profile: the profile of the run, whose `about` has the shapes and the way in which replicas share weights.
         mesh: the sizes of the mesh, as options of `HelixConfig`.
         predicted: the window, with its timeline.
 

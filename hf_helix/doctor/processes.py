@@ -3,7 +3,7 @@
 In:   a function, and its items.
 Out:  the results, in the order of the items.
 Must hold: only items and results are pickled; the function may hold anything, since processes are forked. The function
-must not use torch's threads: a forked process has none.
+must not use torch's threads: a forked process lacks them.
 """
 
 import multiprocessing

@@ -29,13 +29,13 @@ COPY = ELEMENT["bf16"]  # bytes of an element of cast weights
 
 
 def with_reductions(profile: Profile, amounts: Amounts, case: Case, cluster: Cluster) -> Profile:
-    """Returns a profile with the gradient reductions and the gathers of weights of a window; where the host has weights
+    """Returns a profile with the gradient reductions and the gathers of weights of a window; if the host has weights
     and states, with copies to and from the host.
 
     Args:
         profile: without them; of all layers, or of few.
         amounts: the amounts of a rank of the case.
-        case: says over which ranks gradients and weights lie.
+        case: gives the ranks that share gradients and weights.
         cluster: the rates of links, devices and hosts.
     """
     return _with_gathers(_with_sums(profile, amounts, case, cluster), amounts, case, cluster)

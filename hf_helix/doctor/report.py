@@ -24,7 +24,7 @@ TOO_CLOSE = f"; less than {CLOSE:.0%} apart is too close to tell"
 
 FEW = 3  # of the layouts that fit: so few say that the model is large for the machine
 IDLE = 0.3  # of a window: so much waiting, with little exposed, is for the host to issue operators
-EXPOSED = 0.3  # of a step: so much communication that nothing hides says that the links are slow for the model
+EXPOSED = 0.3  # of a step: with this much exposed communication, the links are slow for the model
 
 WIDTH = 116  # columns of lists of layouts
 
@@ -222,7 +222,7 @@ MEANINGS = {
 
 
 def _meanings(rows: Sequence[str]) -> Iterator[str]:
-    """Yields what the columns say, and the options of the rows."""
+    """Yields the meaning of the columns, and the options of the rows."""
     columns = (
         "micro-batches: how many x sequences in each, of a data-parallel rank; bubble: a pipeline's rank waits for "
         "computation of others; exposed: communication that nothing hides; sums: of gradients, after the last "
@@ -233,7 +233,7 @@ def _meanings(rows: Sequence[str]) -> Iterator[str]:
 
 
 def help_lines(ranking: Ranking, helps: Callable[[], Sequence[str]]) -> Iterator[str]:
-    """Yields what would help where few layouts fit, or where links or the host hold up the best.
+    """Yields advice if few layouts fit, or if links or the host hold up the best.
 
     Args:
         ranking: the layouts, at least one of them fitting.

@@ -3,7 +3,7 @@
 In:   the amounts of a rank of plain data parallelism, its case, and a cluster.
 Out:  a `RivalStep` of each way in `RIVALS`.
 Must hold: amounts, rates and links are the same as for the layouts of hf_helix; nothing here is built by hf_helix;
-what a formula leaves out is in favour of the rival.
+omissions of a formula are in favour of the rival.
 
 FSDP (ZeRO-3), here of Accelerate: weights, gradients and states are sharded over all ranks. A layer's weights are
 gathered before its forward and again before its backward, and its gradients are reduce-scattered after its backward:
@@ -30,7 +30,7 @@ in every micro-batch. The loss of Transformers casts all logits to fp32 at once 
 its cross-entropy holds the log-softmax, its gradient and the gradient of the logits, all in fp32 (`FP32_LOGITS`); a
 fused loss (`use_liger_kernel=True`) holds as little as the loss of hf_helix. All these ways are tried.
 
-The host issues the same operators as in hf_helix, in `STOCK_ISSUES` times as long; where it takes longer than the
+The host issues the same operators as in hf_helix, in `STOCK_ISSUES` times as long; if it takes longer than the
 device, its time counts. Left out, in favour of the rivals: hooks on the host, contention between links and copies to
 the host, and the size of the host's memory.
 """
@@ -142,7 +142,7 @@ def simulate_rival(
         amounts: the amounts of a rank of this case.
         case: micro-batches of plain data parallelism.
         cluster: the cluster.
-        sync_each_batch: whether gradients are reduced in every micro-batch, and not in the last alone.
+        sync_each_batch: whether gradients are reduced in every micro-batch, and not only in the last.
         fused_loss: whether the loss keeps no logits in fp32.
     """
     layout, host = layout_of(amounts, case), cluster.host

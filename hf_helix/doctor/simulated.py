@@ -35,7 +35,7 @@ class SimulatedModel:
     Args:
         model: on the meta device, or a configuration, or the path of it; or a function that returns one of these.
         cluster: the cluster.
-        images_per_row: the images of every row; None for one where the model has a tower whose work can be counted.
+        images_per_row: the images of every row; None for one if the model has a tower whose work can be counted.
         kept: the counts of earlier processes; None to keep none.
     """
 
@@ -91,7 +91,7 @@ class SimulatedModel:
         return self.facts.experts
 
     def check_length(self, length: int) -> None:
-        """Raises ValueError where rows are longer than the tables of positions."""
+        """Raises ValueError if rows are longer than the tables of positions."""
         positions = self.facts.positions
         if positions is not None and length > positions:
             raise ValueError(
@@ -121,10 +121,10 @@ class SimulatedModel:
         return amounts
 
     def answer(self, question: object, case: Case, find: Callable[[], Answer], classes: Iterable[type]) -> Answer:
-        """Returns the answer to a question about the model on its cluster, from disk where it was found before.
+        """Returns the answer to a question about the model on its cluster, from disk if it was found before.
 
         Args:
-            question: all that the answer depends on beside the model, the cluster and the case; its `repr` counts.
+            question: all that the answer depends on besides the model, the cluster and the case; its `repr` counts.
             case: the case; a schedule of its own file is not kept, since the file may change.
             find: finds the answer.
             classes: the classes of the answer's values.

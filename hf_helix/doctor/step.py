@@ -206,8 +206,9 @@ def peaks_of_case(amounts: Amounts, case: Case, layout: Layout) -> list[Peak]:
 def _peaks_of_search(amounts: Amounts, case: Case, layout: Layout, room: float) -> list[Peak]:
     """Returns the peak memory of each pipeline rank under a schedule that a run may search.
 
-    A search keeps no more activations than the usual schedules, but runs forward passes alone that these run beside a
-    backward pass, which then frees nothing meanwhile; and no more memory than there is `room` for in a device.
+    A search keeps no more activations than the usual schedules, but runs single forward passes that these overlap with
+    a backward pass, which then frees no memory at the same time; and no more memory than there is `room` for in a
+    device.
     """
     usual = peaks_of_case(amounts, case, layout)
     if case.schedule != AUTO or case.sizes.pp == 1:
@@ -311,7 +312,7 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
     stepped = [case.stepped(each.trained, each.experts) for each in held]
     of_node = cluster.devices_per_node * sum(stepped) / len(stepped)
     optimizer, waits, hiding = _optimizer_seconds(case, cluster, stepped, of_node), window.waits, 0.0
-    if case.offload:  # copies of a shard run beside updates of others; of each unit, there is one at least
+    if case.offload:  # copies of a shard overlap with updates of others; each unit has one at least
         hiding = optimizer * (1 - 1 / len(names))
     if case.keeps_copies and case.spread_weights:  # before the window
         casts += max(0.0, max(stepped) * ELEMENT[case.dtype] / cluster.host.bandwidth - hiding)
@@ -367,8 +368,8 @@ def _inputs_on_host(amounts: Amounts, case: Case, layout: Layout) -> int:
 
 
 def _optimizer_seconds(case: Case, cluster: Cluster, stepped: Sequence[float], of_node: float) -> float:
-    """Returns the seconds of an update: of the elements of the largest rank on its device, or of those of a node on its
-    host, where a gradient is read, a weight and its states are read and written, and the weight is cast."""
+    """Returns the seconds of an update: of the elements of the largest rank on its device, or of a node's on its host,
+    with a gradient read, a weight and its states are read and written, and the weight is cast."""
     if not case.offload:
         return max(cluster.device.moving_seconds(OPTIMIZER_BYTES * mine, PARAMETER * mine) for mine in stepped)
     cast = _cast_bytes(case)

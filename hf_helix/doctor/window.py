@@ -6,8 +6,8 @@ Must hold: every figure is a prediction of `hf_helix.planning`; a search changes
 micro-batches that are predicted.
 
 Deep models and long windows repeat themselves. In a search two windows are predicted, with few layers on every stage
-and with one period of layers more, and the difference is extrapolated to all layers; likewise two short windows of a
-pipeline, whose difference is extrapolated to all micro-batches.
+and with one period of layers more, and the difference is extrapolated to all layers, as is the difference of two short
+windows of a pipeline, whose difference is extrapolated to all micro-batches.
 """
 
 import functools
@@ -41,7 +41,7 @@ from hf_helix.runtime.trace import Interval, common, merge
 PERIODS = 12  # longest period, in layers, looked for in a model
 WAITING = 4  # micro-batches of the window for waits at weight gathers; later micro-batches do not wait
 COMPARED = (6, 8)  # micro-batches of the two windows whose difference gives the exposed communication per micro-batch
-SHORT = 2, 3  # micro-batches, for each pipeline rank, of the two windows whose difference is that of more micro-batches
+SHORT = 2, 3  # micro-batches, for each pipeline rank, of two windows that are extrapolated to more micro-batches
 CHOSEN = 3  # micro-batches, for each pipeline rank, of the window that compares the schedules of "auto"
 REMEMBERED = 4  # micro-batches, for each pipeline rank, of a window long enough for the peak memory
 OPERATORS = 60_000  # most operators of a window simulated one by one, and drawn
@@ -51,7 +51,7 @@ class Fidelity(Enum):
     """How much of a window is predicted.
 
     Attributes:
-        BOUND: the time that no plan of the case takes less than, by its computation alone.
+        BOUND: a lower bound of the time of all plans of the case, by only its computation.
         QUICK: few layers, a plan made without gradient reductions, memory by the schedule; for a search.
         TIMED: all layers and ranks, with memory by the programs; long windows by their steady state.
         WHOLE: as `TIMED`, with exposed communication, the bubble and waits.
@@ -195,7 +195,8 @@ class WindowClock:
         return replace(timed, waits=self._waits(), bubble=bubble, exposed=exposed)
 
     def _without_others(self) -> tuple[float, float]:
-        """Returns the seconds of the window if transfers between stages took no time, and of the busiest rank alone."""
+        """Returns the seconds of the window if transfers between stages took no time, and of the busiest rank by
+        itself."""
         profile = self.planned.profile
         times = {name: LEAST for name, op in named_operators(profile.layout) if op.kind is Kind.PIPELINE}
         free = replace(self.planned, profile=replace(profile, times={**profile.times, **times}))
@@ -258,7 +259,7 @@ class WindowClock:
 
     @functools.cached_property
     def _own(self) -> Profile:
-        """The profile of the busiest rank alone."""
+        """The profile of only the busiest rank."""
         if self._ranks == 1:
             return self.planned.profile
         return self._completed(rank_layout(self.layout, self.busiest))
@@ -275,8 +276,8 @@ def reduced_layers(layout: Layout, numbers: tuple[int, int]) -> tuple[Sequence[L
 
         value(all layers) = value(more) + factor * (value(more) - value(few))
 
-    `numbers` are the periods of layers on a stage in the two layouts. A layout with too few layers is returned alone,
-    with factor 0.
+    `numbers` are the periods of layers on a stage in the two layouts. A layout with too few layers is returned by
+    itself, with factor 0.
     """
     layers = {name for name, pair in layout.graphs.items() if pair.forward.repeats}
     stages = [[layout.units[unit] for unit in chunk] for chunk in layout.chunks.values()]
@@ -316,8 +317,8 @@ def _without(layout: Layout, starts: Sequence[int], count: int) -> Layout:
 
 
 def rank_layout(layout: Layout, rank: int) -> Layout:
-    """Returns the layout of one pipeline rank alone, without transfers between ranks. Its slices of the vocabulary
-    stand beside its layers, as the first ones, which read nothing of others."""
+    """Returns the layout of only one pipeline rank, without transfers between ranks. Its slices of the vocabulary
+    accompany its layers, as the first ones, which read nothing of others."""
     kept = [
         [unit for unit in chunk if not layout.transfers(unit)]
         for stage, chunk in layout.chunks.items()
@@ -343,7 +344,7 @@ def schedule_of(name: str, num_ranks: int, microbatches: int, is_spread: bool = 
 
 
 def possible_names(name: str, num_ranks: int, is_spread: bool = False) -> Sequence[str]:
-    """Returns the named schedules behind a name: "auto" stands for the folded schedules, without a search; beside
+    """Returns the named schedules of a name: "auto" stands for the folded schedules, without a search; with
     slices of the vocabulary, for which no schedule has a name, for itself."""
     if name != AUTO or is_spread:
         return [name]
@@ -359,7 +360,7 @@ def usual_schedules(name: str, num_ranks: int, microbatches: int, is_spread: boo
 
 
 def named_schedule(name: str, layout: Layout, microbatches: int, costs: Costs) -> str:
-    """Returns the fastest of the named schedules behind a name."""
+    """Returns the fastest of the named schedules of a name."""
     names = possible_names(name, layout.num_ranks, layout.is_spread)
     if len(names) == 1:
         return names[0]

@@ -2,10 +2,10 @@
 
 In:   the ranks that a launcher started, or a single process; perhaps an emulated link.
 Out:  the content of a cluster file, the same on every rank.
-Must hold: ranks with the same host name share a node; the file says when and on which machine it was measured. Of
+Must hold: ranks with the same host name share a node; the file has the date and the machine of the measurement. Of
 collectives the fastest rank counts, since the other ranks only wait for the last to arrive; of computation the mean
-over ranks counts. Works are timed alone and together in turn, for about the same time, since the speed of a shared
-machine varies from second to second.
+over ranks counts. Works are timed by themselves and together in turn, for about the same time, since the speed of a
+shared machine varies from second to second.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ BYTES = {"cpu": (1 << 16, 1 << 18, 1 << 20, 1 << 22), "cuda": (1 << 20, 1 << 24,
 SECONDS = {"cpu": 0.1, "cuda": 0.02}  # seconds for which each of two kinds runs concurrently with the other
 SKEW_ROUNDS = 12
 
-MEETINGS = {"cpu": 1 << 16, "cuda": 1 << 20}  # bytes of a rank's value where ranks meet
+MEETINGS = {"cpu": 1 << 16, "cuda": 1 << 20}  # bytes of a rank's value in a meeting of ranks
 APART = (0.5, 1.0, 2.0)
 """Sides of the products that ranks compute before they meet, as factors: eight times the work from each to the next."""
 
@@ -203,7 +203,7 @@ def measure_waiting(axis: Axis, streams: Streams, device: torch.device) -> float
         computation, collective, computation, collective, ...
 
     takes longer than all computations in a row and all collectives in a row: longer by a time that grows as the root
-    of the computation, where disturbances of a rank come by chance.
+    of the computation, since disturbances of a rank come by chance.
     """
     meet, _ = _collective(axis, "all_gather", MEETINGS[device.type], device)
     waits = []
@@ -373,7 +373,7 @@ def efficiency_curve(points: Points, best: float) -> list[list[float]]:
 
 def attention_curve(points: Points, peak: float, block: int, exponentials: float | None) -> list[list[float]]:
     """Returns the curve of a cluster file for fused attention, [keys, share of the peak], from (keys, seconds) of
-    forward and backward; `exponentials` is their rate, None where they take no time of their own."""
+    forward and backward; `exponentials` is their rate, None if they take no time of their own."""
     rates = []
     for keys, seconds in points:
         operations, taken = attention_work(keys, block)

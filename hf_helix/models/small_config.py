@@ -132,7 +132,7 @@ QUERY_HEADS = {
     "num_kv_heads": "num_attention_heads",
     "swa_num_key_value_heads": "swa_num_attention_heads",
 }
-"""The field of query heads beside each field of key-value heads."""
+"""The field of query heads for each field of key-value heads."""
 
 HEAD_DIMS = ("head_dim", "swa_head_dim", "kv_channels", "attention_head_size", "d_head", "dim_head")
 
@@ -162,7 +162,7 @@ def small_value(name: str, standard: str, value: Any, given: Mapping[str, Any]) 
 
 
 def _small_keys(value: float, heads: Any) -> int:
-    """Returns the number of key-value heads: as many as there are heads, some for several heads each, or one."""
+    """Returns the number of key-value heads: one for each head, some for several heads each, or one."""
     most = min(HEADS, heads) if isinstance(heads, int) else HEADS
     if value == 1 or value == heads:
         return 1 if value == 1 else most
@@ -208,7 +208,8 @@ def small_rope(rope: Any, rotary_size: int) -> Any:
 
 
 def _sections(sections: list[int], total: int) -> list[int]:
-    """Returns as many sections in about the same proportions, with the given total; equal neighbours stay equal."""
+    """Returns the same number of sections in about the same proportions, with the given total; equal neighbours stay
+    equal."""
     small = [max(1, section * total // sum(sections)) for section in sections]
     small[-1 if sections[0] == sections[1] else 0] += total - sum(small)
     return small
@@ -230,13 +231,13 @@ PERIODS |= {"no_rope_layer_interval", "sliding_window_pattern"}
 """Values that say that every n-th layer is of another kind."""
 
 OFFSETS = {"attn_layer_period": "attn_layer_offset", "expert_layer_period": "expert_layer_offset"}
-"""For some of these values, the field that says which layer is the first."""
+"""For some of these values, the field with the first such layer."""
 
-Features = list[Any]  # what a field says of each layer
+Features = list[Any]  # a field's value for each layer
 
 
 def _listed(values: Values, count: int) -> Values:
-    """Returns values that list the dense layers of a mixture, where a field says that every n-th layer is sparse."""
+    """Returns values that list the dense layers of a mixture, if a field makes every n-th layer sparse."""
     step, dense = values.get("decoder_sparse_step"), values.get("mlp_only_layers")
     if not isinstance(step, int) or step < 2 or not isinstance(dense, list):
         return values
@@ -312,7 +313,7 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 EXPERTS, EXPERTS_IN_GROUPS = 4, 8
 GROUP_COUNTS = ("n_group", "num_expert_group")
 
-MULTIPLIER = 0.75  # what a multiplier is where its default is 1, which would hide that it was forgotten
+MULTIPLIER = 0.75  # the value of a multiplier whose default is 1, which would hide that it was forgotten
 
 
 def default_config(class_name: str, fewest_layers: int = FEWEST) -> PretrainedConfig:
@@ -350,7 +351,7 @@ def without_dropout(config: PretrainedConfig, kept: Collection[str] = ()) -> Pre
 
 
 def _is_dropout(name: str) -> bool:
-    """Returns whether a field is the rate of what is drawn in training."""
+    """Returns whether a field is the rate of random draws in training."""
     return "dropout" in name or name.endswith(("pdrop", "layerdrop", "dropout_prob", "jitter_noise"))
 
 
@@ -405,7 +406,7 @@ def _keep_keys_apart(values: Values, given: Mapping[str, Any]) -> None:
 
 
 def _make_experts_few(values: Values) -> None:
-    """Leaves four experts, eight where tokens choose groups first."""
+    """Leaves four experts, eight if tokens choose groups first."""
     grouped = any((values.get(name) or 1) > 1 for name in GROUP_COUNTS)
     for name in EXPERT_COUNTS:
         if isinstance(values.get(name), int) and values[name] > 1:  # a single one is a dense layer

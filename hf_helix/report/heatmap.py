@@ -35,7 +35,7 @@ def tells(profile: Profile, a: Name, b: Name) -> bool:
 
 
 def _short_names(names: Sequence[Name]) -> dict[Name, str]:
-    """Names without the unit, where all have the same unit."""
+    """Names without the unit, if all have the same unit."""
     several = len({unit for unit, _ in names}) > 1
     return {name: "/".join(name) if several else name[1] for name in names}
 
@@ -88,7 +88,7 @@ def kind_of(op: Operator) -> str:
 
 
 def breakdown(profile: Profile) -> dict[str, tuple[float, float]]:
-    """Returns, by kind, the seconds of a micro-batch's operators forward and backward, each alone."""
+    """Returns, by kind, the seconds of a micro-batch's operators forward and backward, each by itself."""
     counts, by_kind = Counter(profile.layout.units), dict[str, list[float]]()
     for (unit, entry), op in named_operators(profile.layout):
         seconds = by_kind.setdefault(kind_of(op), [0.0, 0.0])

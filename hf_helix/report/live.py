@@ -38,7 +38,7 @@ class _Since:
 
 
 class LiveScore:
-    """The windows between two logs. FLOPs of a token, and the dense peak of a device in TFLOP/s, are None where
+    """The windows between two logs. FLOPs of a token, and the dense peak of a device in TFLOP/s, are None if
     unknown; `ranks` processes share the work, on `batches` data-parallel ranks, each with windows of its own."""
 
     def __init__(self, flops: TokenFlops | None, ranks: int, batches: int, peak: float | None) -> None:

@@ -3,7 +3,7 @@
 In:   bars of a window, its memory over time, simulated schedules, a profile, amounts by name and part.
 Out:  `Part`s of a page, and a file with all of them and the library that draws them.
 Must hold: bokeh and numpy are imported inside functions only; everything is to scale; every rectangle names its
-operator, its times, and the operators that run beside it.
+operator, its times, and the operators that run at the same time.
 """
 
 from bisect import bisect_right
@@ -51,8 +51,8 @@ SPARE = ("#6a4c93", "#a9cbe8", "#f3bda8", "#cbdcb0", "#4c5563")
 EXPOSED = "exposed"
 """Begins the names of parts that are hatched: communication that nothing hides."""
 
-FEW = 1_000  # rectangles that are told apart without zooming
-NAMED = 2  # most operators named beside another
+FEW = 1_000  # rectangles that can be distinguished without zooming
+NAMED = 2  # most operators named with another
 STYLE = f"""body {{font: 14px sans-serif; margin: 24px; color: {INK}}} h2 {{margin: 28px 0 4px}}
 p {{max-width: 110ch}} pre {{font-size: 12px; white-space: pre-wrap}}"""
 
@@ -263,7 +263,7 @@ def _draw(figure: Any, boxes: Sequence[Mapping[str, Any]], tips: Mapping[str, st
     numbers = ("top", "bottom", "left", "right", "took")
     source = ColumnDataSource({n: np.asarray(v, "float32") if n in numbers else v for n, v in columns.items()})
     places = {name: name for name in numbers[:4]}
-    edge = "white" if len(boxes) < FEW else None  # edges would hide what is narrow
+    edge = "white" if len(boxes) < FEW else None  # edges would hide narrow ones
     hatched = {"hatch_pattern": {"field": "hatch"}, "hatch_color": "white"} if "hatch" in columns else {}
     drawn = figure.quad(
         **places,
@@ -305,7 +305,7 @@ def _memory_figure(memory: WindowMemory, x_range: Any) -> Any:
 
 
 def _beside(rows: Iterable[Sequence[Bar]]) -> dict[int, str]:
-    """The operators beside each bar on its rank, in words, by the bar's id: computation beside communication, and
+    """The operators at the time of each bar on its rank, in words, by the bar's id: computation with communication, and
     the other way round."""
     found: dict[int, list[tuple[float, Bar]]] = {}
     every = [bar for bars in rows for bar in bars]

@@ -150,7 +150,7 @@ def _draw_rows(axes: Axes, strip: Strip, streams: Mapping[str, str], end: float,
     for row, stream in enumerate(streams):
         axes.barh(row, strip.seconds * 1e3, 0.84, color=EMPTY, linewidth=0)
         for bar in (bar for bar in strip.bars if bar.stream == stream):
-            edge = min(0.8, 0.12 * bar.seconds * points)  # a fixed one would hide what is short
+            edge = min(0.8, 0.12 * bar.seconds * points)  # a fixed one would hide short ones
             style: dict[str, Any] = {"color": COLOURS[bar.letter], "edgecolor": "white", "linewidth": edge}
             axes.barh(row, bar.seconds * 1e3, 0.84, bar.start * 1e3, **style)[0].set_gid(f"{name}:{bar.label}")
             text, rotation = _name_that_fits(bar, bar.seconds * points)

@@ -2,7 +2,7 @@
 
 In:   the digest of a model, the speeds of its layouts, a cluster, and the question.
 Out:  a file in the cache.
-Must hold: a file is for one model and one number of devices, and says for which question. Imports no torch.
+Must hold: a file is for one model and one number of devices, and names its question. Imports no torch.
 """
 
 from collections.abc import Mapping

@@ -28,7 +28,7 @@ from hf_helix.planning.timing.token_flops import TokenFlops
 from hf_helix.planning.window.layout import Layout
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate")
-"""The packages, beside hf_helix, of which another version may count otherwise."""
+"""The packages, besides hf_helix, of which another version may count otherwise."""
 
 CLASSES: Mapping[str, Any] = {
     each.__name__: each
@@ -51,7 +51,7 @@ class KeptAmounts:
     """The counts of one model.
 
     Args:
-        about: what decides the counts beside the layout: the configuration of the model, adapters, types.
+        about: the conditions of the counts besides the layout: the configuration of the model, adapters, types.
     """
 
     def __init__(self, about: Mapping[str, Any]) -> None:
@@ -72,7 +72,7 @@ class KeptAmounts:
         """Returns the answer to a question about the model, found if it is not on disk.
 
         Args:
-            question: all that the answer depends on beside the model and the code.
+            question: all that the answer depends on, besides the model and the code.
             find: finds the answer.
             classes: the classes of the answer's values, by name.
         """
@@ -117,7 +117,7 @@ def code_digest() -> str:
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 IS = "is"
-"""The key of the class of a value; the other keys are its fields, without those of their default."""
+"""The key of the class of a value; the other keys are its fields, without default values."""
 
 
 def to_json(value: Any) -> Any:
@@ -145,7 +145,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(data: Any, classes: Mapping[str, Any] = CLASSES) -> Any:
-    """Returns the value of `to_json`; `classes` are those of its values, by name."""
+    """Returns the value of `to_json`; `classes` has the classes of its values, by name."""
     if isinstance(data, list):
         return tuple([from_json(each, classes) for each in data])
     if not isinstance(data, dict):

@@ -5,7 +5,7 @@ Out:  `Lifetimes`: by operator, the memory left allocated and the conditions of 
 Must hold: the conditions are true of every order of the operators. Memory is freed after the last read of its values,
 and not before the operator after which the meter saw its release: backward may hold memory without a name.
 
-Outputs of a unit are inputs of the next unit, whose operators alone decide their lifetime there. So the lifetime is
+Outputs of a unit are inputs of the next unit, and only its operators decide their lifetime there. So the lifetime is
 noted with the receiving unit.
 """
 

@@ -3,7 +3,7 @@
 In:   calls of torch's operators, under the label of the calling graph operator.
 Out:  for each label: its kernels, with the floating-point operations and bytes of each, and the change of live memory.
 Must hold: views are no kernels; a value written in place is also read. Layers repeat the same calls, so the shapes of
-results are cached: only of operators whose results depend on the shapes of arguments alone. An operator that returns
+results are cached: only of operators whose results depend only on the shapes of arguments. An operator that returns
 views or writes to arguments runs each time.
 """
 
@@ -38,7 +38,7 @@ _INDEXING = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.inde
 """Operators that take indices of the host on the meta device."""
 
 _made: dict[object, Any] = {}
-"""Twins of results by operator and arguments; None where the shapes do not suffice to make the result again."""
+"""Twins of results by operator and arguments; None if the shapes do not suffice to make the result again."""
 
 
 def made_on_meta(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -60,7 +60,7 @@ def made_on_meta(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 def _with_sizes(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
     """Returns arguments of which some are tensors of the host, as sizes of images are: they stay there, since code asks
-    for their values, and beside tensors of the meta device they count as such."""
+    for their values, and with tensors of the meta device they count as such."""
     found = [*tensors_in((args, kwargs))]
     of_host = [tensor for tensor in found if not tensor.is_meta]
     if len(of_host) == len(found) > 0 and function.overloadpacket is torch.ops.aten._to_copy:
@@ -410,7 +410,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         value, weight = ctx.saved_tensors
-        for tensors in (3, 2):  # the gradient of the value is written, that of the weight is a sum
+        for tensors in (3, 2):  # the gradient of the value is written, the weight's is a sum
             ctx.meter.note(Kernel(OTHER, 0.0, tensors * _bytes([value])))
         return None, value.new_empty(value.shape), torch.empty_like(weight)
 
@@ -423,7 +423,7 @@ def _by_token(like: Tensor, size: int) -> Tensor:
 
 @contextmanager
 def meta_as(backend: str) -> Iterator[None]:
-    """Lets operators on the meta device take the branches of a GPU ("nccl") or of a CPU ("gloo")."""
+    """Makes operators on the meta device take the branches of a GPU ("nccl") or of a CPU ("gloo")."""
     on_gpu = (stock_modules.DEVICES, accumulate.DEVICES, kernels.DEVICES) if backend == "nccl" else ()
     for devices in on_gpu:
         devices.add("meta")

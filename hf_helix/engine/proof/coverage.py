@@ -1,4 +1,4 @@
-"""Coverage of a proof: the kinds of parts of a model that its small model has, too.
+"""Coverage of a proof: the kinds of parts of a model that its small model also has.
 
 In:   a model, which may be on the meta device, and a small model of its class.
 Out:  the names of the parts of the model that the small model lacks.

@@ -3,7 +3,7 @@
 In:   a configuration, the name of a class, or a model; a layout, and a mesh of the layout.
 Out:  a small model in fp32 with random weights, the same in every process; a `Proof`, equal on all ranks.
 Must hold: the cut model runs the engine's own way: declared, cut, planned and run as in training. A small model has
-every kind of part of the model that it stands for, or the proof names what it lacks. The given model and the random
+every kind of part of the model that it stands for, or the proof names the missing ones. The given model and the random
 state of the process are as before. A failure on a rank before ranks communicate is a failure on all ranks; a
 failure in the middle of a window is raised, so that the rank ends.
 """

@@ -130,7 +130,7 @@ class Proof:
 
     @property
     def coverage(self) -> str:
-        """A sentence about the parts that were not compared; empty where all were."""
+        """A sentence about the parts that were not compared; empty if all were."""
         return f"not compared, as the small model has none: {', '.join(self.uncovered)}" if self.uncovered else ""
 
     @property

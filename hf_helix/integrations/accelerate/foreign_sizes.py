@@ -4,8 +4,8 @@ YAML of `accelerate config`.
 In:   such an object or block, and the options of a run.
 Out:  the options with the same layout.
 Must hold: what another library says keeps its meaning or is refused by name: sharded over `fsdp_size` or
-`dp_shard_size` ranks, copied over `dp_replicate_size`, and as many processes as it lays out. A size at odds with a
-`HelixConfig` or another layout is an error that names both.
+`dp_shard_size` ranks, copied over `dp_replicate_size`, and the number of processes that it lays out. A size at odds
+with a `HelixConfig` or another layout is an error that names both.
 """
 
 import os
@@ -48,7 +48,7 @@ class ForeignSizes:
     Attributes:
         source: the configuration as a text, for errors.
         options: of `HelixConfig`.
-        dp: how many data-parallel ranks it lays out; 0 where it says nothing of any rank.
+        dp: how many data-parallel ranks it lays out; 0 if it gives no ranks.
         shard: its word for the ranks that shard.
     """
 
@@ -59,7 +59,7 @@ class ForeignSizes:
 
 
 def foreign_sizes_of(given: object) -> ForeignSizes | None:
-    """Returns the layout that a configuration of another library says; None for other objects. Raises ValueError for
+    """Returns the layout of a configuration of another library; None for other objects. Raises ValueError for
     what cannot be honoured."""
     if isinstance(given, DistributedConfig):
         return _foreign_sizes(given, "fsdp_size", [each.name for each in fields(given)])
@@ -69,7 +69,7 @@ def foreign_sizes_of(given: object) -> ForeignSizes | None:
 
 
 def foreign_sizes_of_yaml(block: Mapping[str, Any], source: str) -> ForeignSizes | None:
-    """Returns the layout of the block `parallelism_config` in a YAML of `accelerate config`; None if it says none.
+    """Returns the layout of the block `parallelism_config` in a YAML of `accelerate config`; None if it has none.
     Raises ValueError for an unknown key or an impossible layout; names the file."""
     given = {str(key): value for key, value in block.items() if key != "helix"}
     known, usual = [PREFIX + name for name in (*SIZES, *SAYING_NO_LAYOUT)], {each.name for each in fields(HelixConfig)}
@@ -94,7 +94,7 @@ def foreign_sizes_of_yaml(block: Mapping[str, Any], source: str) -> ForeignSizes
 
 
 def with_foreign_sizes(config: HelixConfig, foreign: ForeignSizes) -> HelixConfig:
-    """Returns the options with a layout: each size from the side that says one.
+    """Returns the options with a layout: each size from the side that gives one.
 
     Raises:
         ValueError: the two sides contradict each other, or the layout is for another number of processes.

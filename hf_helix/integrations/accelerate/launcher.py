@@ -79,7 +79,7 @@ def options_file() -> Path | None:
 
 
 def options_in(file: Path | None) -> HelixConfig | None:
-    """Returns the options in a file of `options_file`; None where it has none."""
+    """Returns the options in a file of `options_file`; None if it lacks them."""
     options = None if file is None else read_yaml(file)
     is_ours = bool(os.environ.get(CONFIG_FILE_VARIABLE))  # and may have options at its top
     if file is not None and (has_helix_block(options) or (is_ours and not _layout_block(options))):

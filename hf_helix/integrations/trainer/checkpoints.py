@@ -213,7 +213,7 @@ class CheckpointHooks(TrainerAttributes):
             load_states(optimizer, self._local_parameters(), folder / OPTIMIZER)
             self._load_schedule(folder)
         with patch.object(Trainer, "_load_optimizer_and_scheduler", lambda *_: None):  # of stock files
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]  # what a class resumes besides
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]  # further state of a class
 
     def _load_schedule(self, folder: Path) -> None:
         state = read_schedule(folder)
@@ -351,7 +351,7 @@ class CheckpointHooks(TrainerAttributes):
 
     @overrides("Trainer", otherwise="ranks would wait for rank 0, which waits for them")
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the model on every rank; the stock method of Transformers 5.17 writes on rank 0 alone. Collective."""
+        """Saves the model on every rank; the stock method of Transformers 5.17 writes only on rank 0. Collective."""
         agree_on_action("trainer.save_model() is called")
         self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
@@ -367,7 +367,7 @@ class CheckpointHooks(TrainerAttributes):
             self.helix.save_pretrained(folder, model=self.model)
         else:
             state_dict = {name: full_of(value) for name, value in state_dict.items()}
-            if self.args.should_save:  # by the method of the class: that of a cut model refuses
+            if self.args.should_save:  # by the method of the class: a cut model's refuses
                 type(self.model).save_pretrained(self.model, folder, state_dict=state_dict)
         if self.args.should_save:
             processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
@@ -394,7 +394,7 @@ class CheckpointHooks(TrainerAttributes):
 
 
 def make_output_dir(args: TrainingArguments) -> None:
-    """Makes `output_dir` before the stock Trainer does, which would fail on rank 0 alone. Collective.
+    """Makes `output_dir` before the stock Trainer does, which would fail only on rank 0. Collective.
 
     Raises:
         ValueError: on every rank, if the folder cannot be made.

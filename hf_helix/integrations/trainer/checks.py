@@ -7,7 +7,7 @@ of each argument.
 
 Refusals here concern `TrainingArguments`, other arguments of a Trainer, and overrides of its methods and attributes.
 The other places: `hf_helix.config` for options of `HelixConfig`, `hf_helix.engine.checks` for models and batches,
-`evaluation` for outputs beside logits, `../optimizers.py` for optimizers, `../accelerate/checks.py` for
+`evaluation` for outputs other than logits, `../optimizers.py` for optimizers, `../accelerate/checks.py` for
 an `Accelerator` and data loaders.
 """
 
@@ -180,7 +180,7 @@ _NEVER_CALLED = {
 }
 
 
-# Methods that the mixin replaces for the built-in loss alone.
+# Methods that the mixin replaces only for the built-in loss.
 _CALLED_FOR_OWN_LOSSES = ("training_step", "prediction_step")
 
 

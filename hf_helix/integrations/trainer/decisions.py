@@ -24,7 +24,7 @@ FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "s
 _STOPS = FLAGS[-2:]
 _EVENTS = {"on_epoch_begin", "on_step_end", "on_epoch_end", "on_evaluate", "on_save"}
 _RARE = ("on_step_begin", "on_substep_end")  # shared if a callback of any rank overrides the event
-# Events at which JITCheckpointCallback of a single rank would save alone.
+# Events at which JITCheckpointCallback of a single rank would save by itself.
 _ALONE = ("on_step_begin", "on_pre_optimizer_step", "on_step_end", "on_epoch_end")
 
 

@@ -68,7 +68,7 @@ class EvaluationHooks(TrainerAttributes):
         """Evaluates as the stock method does; the failure of a rank ends all ranks. Collective.
 
         Raises:
-            ValueError: the data, or outputs beside the logits, cannot be evaluated.
+            ValueError: the data, or outputs other than the logits, cannot be evaluated.
         """
         check_overrides(self)
         check_evaluation(getattr(dataloader, "dataset", None), self.helix.mesh.dp_size)

@@ -2,7 +2,7 @@
 
 In:   the arguments of `Trainer.hyperparameter_search`.
 Out:  the best run, on rank 0.
-Must hold: no rank waits for a trial that never comes; options that would end a trial on rank 0 alone are refused. The
+Must hold: no rank waits for a trial that never comes; options that would end a trial only on rank 0 are refused. The
 stock Trainer lets rank 0 choose the trials and sends the trials to the others, which expect `n_trials` trials.
 """
 
@@ -19,7 +19,7 @@ from hf_helix.integrations.upstream import overrides
 from hf_helix.runtime.distributed.agreement import agree_on_action, decide_on_rank_0
 from hf_helix.runtime.distributed.mesh import rank, world_size
 
-# Options of a study that would end a trial, or the search, on rank 0 alone.
+# Options of a study that would end a trial, or the search, only on rank 0.
 _ALONE = {
     "pruner": "leave it out: trials run to their end",
     "catch": "leave it out: a trial that fails ends the search on every rank",

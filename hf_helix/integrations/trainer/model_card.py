@@ -3,9 +3,9 @@
 In:   a trainer and the arguments of its `create_model_card`.
 Out:  `README.md` in the output folder: the stock card with the tag `hf_helix` and a section on layout, plan, overlap,
       versions, and a YAML for the same training; `helix/page.html`, if operators were measured and bokeh is there.
-Must hold: the card is written on rank 0 alone, without collectives; every figure was measured; no path of this machine
+Must hold: the card is written only on rank 0, without collectives; every figure was measured; no path of this machine
 appears; totals of the stock card count a batch once, not once for every rank that shares the batch; the Hub is asked
-only for the needs of the stock card, and a card is written without a network, too.
+only for the needs of the stock card, and a card is also written without a network.
 """
 
 import dataclasses
@@ -122,7 +122,7 @@ def format_launch(config: HelixConfig, ranks: int, mixed_precision: str, use_cpu
 
 
 def _write_page(trainer: Any, overlap: Overlap | None) -> str:
-    """Writes the page of the run where its operators were measured, and returns the link to it, as Markdown."""
+    """Writes the page of the run if its operators were measured, and returns the link to it, as Markdown."""
     engine, page = trainer.helix, Path(trainer.args.output_dir, PAGE)
     profile = engine.tuning.profile if engine.tuning is not None else None
     if profile is None or not page.parent.is_dir():

@@ -1,7 +1,7 @@
-"""Reference models: frozen models of the trained model's class, which TRL's classes call beside it.
+"""Reference models: frozen models of the trained model's class, which TRL's classes call as well.
 
 In:   a model that a class prepares for evaluation, by `Accelerator.prepare_model(model, evaluation_mode=True)`.
-Out:  the model, cut in place over the same ranks. Calls without gradients return what the full model returns.
+Out:  the model, cut in place over the same ranks. Calls without gradients return the full model's results.
 Must hold: models of other classes or sizes, such as reward models, stay full on every rank. TRL is not imported.
 
 TRL's fused heads take hidden states, the parameters of the head, and labels; on a divided head they return what the
@@ -68,7 +68,7 @@ _FIGURES = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 def cut_fused_head() -> None:
-    """Makes TRL's fused heads, where a script has imported them, compute with divided heads."""
+    """Makes TRL's fused heads, if a script has imported them, compute with divided heads."""
     for (module, name), kind in _STANDING.items():
         stock = getattr(sys.modules.get(module), name, None)
         if stock is not None and not isinstance(stock, kind):
@@ -104,7 +104,7 @@ class _FusedHead:
         Args:
             hidden: [tokens, hidden].
             weight: a parameter, perhaps divided.
-            bias: likewise, or None.
+            bias: the head's, or None.
             targets: [tokens].
             options: temperature, rows of a tile, bound of the logits, their scale, and names of the wanted figures.
         """

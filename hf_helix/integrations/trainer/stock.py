@@ -1,7 +1,8 @@
 """The Trainer class under `HelixTrainerMixin`, and the arguments of its constructor.
 
 In:   the arguments of a trainer's constructor.
-Out:  the same arguments, by name, without those that only the mixin takes; what the class logs beside the loss.
+Out:  the same arguments, by name, without those that only the mixin takes; the figures that the class logs with the
+    loss.
 Must hold: `StockTrainer` describes `transformers.Trainer`; other classes have subclasses, as in `trl.py`.
 """
 
@@ -155,7 +156,7 @@ class StockTrainer:
     """`transformers.Trainer`, which takes a model without changes.
 
     Attributes:
-        figures: whether the class logs figures beside the loss, see `cross_entropy`.
+        figures: whether the class logs figures with the loss, see `cross_entropy`.
     """
 
     figures = False

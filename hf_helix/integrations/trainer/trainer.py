@@ -112,7 +112,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         __init__                              options are compared, the mesh is built
         Trainer.__init__                      (a class of TRL has prepared the model before)
           create_accelerator_and_postprocess  a given model is cut, unless the class calls it, see `_take_model`
-          call_model_init                     likewise a model of `model_init`; that of a later trial is cut at once
+          call_model_init                     cuts a model of `model_init`; a later trial's at once
           _move_model_to_device               moves a cut model
         __init__                              a model that the class calls is cut and moved
     """
@@ -298,7 +298,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
     @overrides("Trainer", otherwise="the log would have no figures of overlap")
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Logs as the stock method does, with the scorecard beside the training loss."""
+        """Logs as the stock method does, with the scorecard next to the training loss."""
         logs.update(self._stock.log_entries(self.model.training))  # in place, for the result of evaluate()
         if "loss" in logs:
             logs = {**logs, **self.helix.log_entries()}
@@ -369,7 +369,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
 
 class HelixTrainer(HelixTrainerMixin, Trainer):
-    """`transformers.Trainer` with the model cut over the ranks and communication hidden behind computation.
+    """`transformers.Trainer` with the model cut over the ranks and communication overlapped with computation.
 
     Takes the arguments of `Trainer`, and `helix_config`. See `HelixTrainerMixin`.
     """

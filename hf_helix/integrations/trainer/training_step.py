@@ -97,7 +97,8 @@ class WindowHooks(TrainerAttributes):
         "Trainer", otherwise="evaluations would leave outputs out without a word", needs=("ignore_keys_for_eval",)
     )
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Trains as the stock method does. Raises ValueError if evaluations would return outputs beside the logits."""
+        """Trains as the stock method does. Raises ValueError if evaluations would return outputs other than the
+        logits."""
         evaluates = self.args.eval_strategy != "no" or self.args.eval_on_start
         if not self._has_own_loss and self.compute_metrics is not None and evaluates:
             check_outputs(self.model.config, kwargs.get("ignore_keys_for_eval"))
@@ -269,7 +270,7 @@ class WindowHooks(TrainerAttributes):
         Args:
             num_items: the number of tokens of the window with a label; None for a sum of losses.
             num_parts: the number of micro-batches. The stock Trainer takes the mean of their mean losses if the model
-                does not accept the number of tokens, as models with towers beside the text do not.
+                does not accept the number of tokens, as models with towers do not.
         """
         if not self.model_accepts_loss_kwargs:
             return LossScale(None, 1 / num_parts)
@@ -290,7 +291,7 @@ class WindowHooks(TrainerAttributes):
         return LossScale((part / count_targets(inputs)).to(self.args.device), part)
 
     def _check_window_ran(self) -> None:
-        """Refuses an optimizer step before the window has run, where a subclass computes the loss itself."""
+        """Refuses an optimizer step before the window has run, if a subclass computes the loss itself."""
         if self._window is not None and self._window.losses is None:
             raise RuntimeError(
                 f"{type(self).__name__}.training_step does not call super().training_step(model, inputs, "

@@ -2,7 +2,7 @@
 
 In:   the arguments of a trainer's constructor; the outputs of the cut model.
 Out:  the arguments as the class settles them; the figures of SFTTrainer's own `compute_loss`.
-Must hold: where the loss of SFTTrainer is the built-in one, `SFTTrainer.compute_loss`, which computes the same loss and
+Must hold: if the loss of SFTTrainer is the built-in one, `SFTTrainer.compute_loss`, which computes the same loss and
 figures for the logs, need not be called. The built-in loss, which is computed within the plan, is that of causal
 language models, and nothing else. Trainers that generate their data (GRPO, RLOO, distillation) slice a generation batch
 by processes, and gather rewards and figures over processes: the data-parallel ranks are these processes. Ranks that
@@ -54,7 +54,7 @@ def _class_of_trl(kind: type) -> type | None:
 
 
 def settle_arguments(kind: type, call: TrainerCall) -> None:
-    """Makes the training arguments that a class makes of none; SFTTrainer makes its own of other arguments, too."""
+    """Makes the training arguments that a class makes of none; SFTTrainer also makes its own of other arguments."""
     args, model, trl = call.get("args"), call.get("model"), _class_of_trl(kind)
     if trl is None:
         call.set("args", TrainingArguments(output_dir="tmp_trainer") if args is None else args)
@@ -132,7 +132,7 @@ def _tokens_of(batch: Any) -> Tensor:
 
 
 class StockSFTTrainer(StockTrainer):
-    """TRL's `SFTTrainer`, which logs entropy, accuracy and tokens beside the loss."""
+    """TRL's `SFTTrainer`, which logs entropy, accuracy and tokens with the loss."""
 
     figures = True
 

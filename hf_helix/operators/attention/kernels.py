@@ -9,7 +9,7 @@ Limits of each kernel, the fastest first (signatures of torch 2.11 to 2.13):
 
     kernel      types             heads up to  masks                                    GPUs
     Cudnn       bf16, fp16        128          full, causal; 64 tokens or more          compute capability 9 and 10
-    Flash       bf16, fp16        256 (192)    windows, too                             8.0 and more (8.6, 8.9, 12: 192)
+    Flash       bf16, fp16        256 (192)    also windows                             8.0 and more (8.6, 8.9, 12: 192)
     Efficient   fp32, fp16, bf16  any          any mask, read from memory               7.0 and more (bf16: 8.0)
     Exact       any               any          any; all products of queries and keys    any
 
@@ -207,7 +207,7 @@ def kernel_for(implementation: str, device: torch.device) -> AttentionKernel:
     own = () if implementation == "sdpa" else (Flash(capability, unpads=True),)
     if device.type == "cuda":
         return FirstOf(*own, *cuda_kernels(capability))
-    if device.type == "meta":  # kernels are counted there: windows as of a GPU
+    if device.type == "meta":  # kernels are counted there: windows as on a GPU
         return FirstOf(*own, _Windows(HOPPER), TorchCpu())
     return FirstOf(*own, TorchCpu()) if device.type == "cpu" else FirstOf(*own)
 

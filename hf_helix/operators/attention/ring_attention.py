@@ -265,7 +265,7 @@ def _seen_within(
 
 
 def visible_pairs(documents: Tensor, queries: Tensor, keys: Tensor, window: int | None, unpads: bool) -> Tensor:
-    """Returns True where a query sees a key [batch, queries, keys]. A mask hides only keys: unless left out, hidden
+    """Returns True if a query sees a key [batch, queries, keys]. A mask hides only keys: unless left out, hidden
     queries belong to the row's only document.
 
     Args:

@@ -1,4 +1,4 @@
-"""Attention sinks: one more logit for each head, beside the logits of the keys, with a value of zero.
+"""Attention sinks: one more logit for each head, after the logits of the keys, with a value of zero.
 
 In:   attention of some queries and its log-sum-exp, from a kernel of `hf_helix.operators.attention.partial`; the sinks.
 Out:  the same attention with the sinks, and their gradient.

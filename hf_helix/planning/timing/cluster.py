@@ -6,7 +6,7 @@ Must hold: every number has a unit in its key; an unknown, missing or impossible
 here imports torch.
 
     name: 8 nodes of 8 A40
-    sources: {memory_gb: data sheet, ...}        where the numbers are from, for people
+    sources: {memory_gb: data sheet, ...}        the origin of the numbers, for people
     nodes: 8
     devices_per_node: 8
     device:
@@ -23,8 +23,8 @@ here imports torch.
       memory_gb_per_s: 696
       memory_efficiency: [[1e5, 0.3], [1e8, 0.9]]    bytes of a kernel, read and written -> share
       kernel_us: 2                               between two kernels on the device
-      issue_us: 0                                what the host takes for an operator of a graph
-      replay_us: 0                               what the host takes for a window from a CUDA graph
+      issue_us: 0                                time of the host for an operator of a graph
+      replay_us: 0                               time of the host for a window from a CUDA graph
       host_runs_ahead: true                      of the device; false on a CPU, where the two add up
     island: {devices: 4, gb_per_s: 25}           of a device to others of its island, in each direction: devices of a
                                                  node with better links, by a bridge or a socket
@@ -34,7 +34,7 @@ here imports torch.
     network: {gb_per_s: 12.5, latency_us: 20, devices_per_link: 8}     of a link, and how many devices share it
     host: {gb_per_s: 20, memory_gb_per_s: 150}   between the memory of a node's host and each device, in each direction;
                                                  of the host's memory, for all its cores; left out, as here, see `Host`
-    contention:                                  how many times longer the first takes beside the second
+    contention:                                  how many times longer the first takes with the second
       compute_beside_intra_node: 1.15
       intra_node_beside_compute: [[1e5, 2], [1e7, 1.15]]   by the bytes of a rank in the collective
       ...
@@ -108,9 +108,9 @@ class Device:
         memory: without the reserved part.
         peaks, matmul, attention: by type, see `TYPES`.
         exponentials: infinity for no time of their own.
-        attention_kernels: of other kernels than that of `attention`, by name.
-        issue_seconds: what the host takes for an operator of a graph.
-        replay_seconds: what the host takes for a window from a CUDA graph.
+        attention_kernels: of other kernels than the one of `attention`, by name.
+        issue_seconds: time of the host for an operator of a graph.
+        replay_seconds: time of the host for a window from a CUDA graph.
     """
 
     name: str
@@ -151,7 +151,7 @@ class Link:
         return used * (ranks - 1) / (self.joined - 1) if self.joined > 1 else 1.0
 
     def seconds(self, count: float, messages: int = 1) -> float:
-        """Returns the seconds of carrying bytes, in so many messages after each other."""
+        """Returns the seconds of carrying bytes, in a number of messages after each other."""
         return messages * self.latency + self.carrying_seconds(count, messages) if count > 0 else 0.0
 
     def carrying_seconds(self, count: float, messages: int = 1) -> float:
@@ -192,14 +192,14 @@ class Cluster:
     device: Device
     node: Link  # carries bytes between the devices of a node; with islands, between the islands of a node
     network: Link  # carries bytes between nodes
-    # (kind, other kind) -> how many times longer an operator of the first takes beside another of the second, by the
+    # (kind, other kind) -> how many times longer an operator of the first takes with another of the second, by the
     # bytes of a rank in a collective
     contention: Mapping[tuple[Kind, Kind], Curve] = field(default_factory=dict)
-    island: Island | None = None  # devices of a node with better links among them; None where all links are alike
+    island: Island | None = None  # devices of a node with better links among them; None if all links are alike
     host: Host = Host()  # of each node
-    waiting: float = 0.0  # seconds that ranks wait for each other at a collective, behind a second of computation
+    waiting: float = 0.0  # seconds that ranks wait for each other at a collective, after a second of computation
     backend: str = "nccl"  # "nccl" or "gloo"
-    sources: Mapping[str, str] = field(default_factory=dict)  # where its numbers are from
+    sources: Mapping[str, str] = field(default_factory=dict)  # the origin of its numbers
 
     @property
     def devices(self) -> int:
@@ -207,7 +207,7 @@ class Cluster:
         return self.nodes * self.devices_per_node
 
     def slowdown(self, first: Kind, second: Kind, sent: float) -> float:
-        """Returns how many times longer an operator of the first kind takes beside another of the second.
+        """Returns how many times longer an operator of the first kind takes with another of the second.
 
         Args:
             first, second: kinds of operators.
@@ -217,7 +217,7 @@ class Cluster:
         return curve.at(max(1.0, sent)) if curve is not None else 1.0
 
     def slowdowns(self, first: Kind, second: Kind, sent: tuple[float, float]) -> tuple[float, float]:
-        """Returns how many times longer two operators take beside each other.
+        """Returns how many times longer two operators take together.
 
         Args:
             first, second: their kinds.
@@ -279,7 +279,7 @@ def load_cluster(source: str | Path) -> Cluster:
         ValueError: the file is missing or malformed; names the key.
     """
     path = cluster_file(source)
-    import yaml  # here, so that planning runs on the standard library alone
+    import yaml  # here, so that planning runs on only the standard library
 
     try:
         data = yaml.safe_load(path.read_text())
@@ -391,7 +391,7 @@ def _divisor(section: _Section, key: str, divisor: int, whole: str, number: int)
 
 
 def contention_key(first: Kind, second: Kind) -> str:
-    """Returns the key of how much longer an operator of the first kind takes beside another of the second."""
+    """Returns the key of the slowdown of an operator of the first kind by another of the second."""
     return "_".join((first.value, "beside", second.value))
 
 

@@ -2,7 +2,7 @@
 
 In:   measurements or estimates.
 Out:  seconds of every operator, and how much operators slow each other down.
-Must hold: a profile holds its graphs, so plans and pictures can be made from the file alone; it covers every operator,
+Must hold: a profile holds its graphs, so plans and pictures can be made from only the file; it covers every operator,
 and its times are possible. A pair without a measurement has the mean slowdown of its kinds.
 """
 
