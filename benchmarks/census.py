@@ -1,8 +1,8 @@
 """Proves every causal-LM class of the installed Transformers: `python -m benchmarks.census`.
 
 In:   names of classes; without any, all of them.
-Out:  the census (`hf_helix/models/census.json`): for each class and layout whether a small model of the class, cut,
-      equals its unsplit self, why it is refused, or what differs. A line for each class while it runs.
+Out:  the census (`hf_helix/models/stock/census.json`): for each class and layout whether a small cut model of the class
+    equals its unsplit self, why it is refused, or what differs. A line for each class while it runs.
 Must hold: a class that fails, hangs or ends its processes does not end the census; what a run has found stays in the
 file, and the next run goes on from there.
 
@@ -25,8 +25,9 @@ import transformers
 from hf_helix.cli.models import describe, headline
 from hf_helix.engine.proof.prove import Subject, has_experts
 from hf_helix.engine.proof.verdict import Proof
-from hf_helix.models.causal_lm import causal_lm_classes, classifier_classes, text_classes
-from hf_helix.models.census import (
+from hf_helix.models.small_config import without_dropout
+from hf_helix.models.stock.causal_lm import causal_lm_classes, classifier_classes, text_classes
+from hf_helix.models.stock.census import (
     CLASSIFIER,
     FAILED,
     FILE,
@@ -39,7 +40,6 @@ from hf_helix.models.census import (
     installed_versions,
     read_census,
 )
-from hf_helix.models.small_config import without_dropout
 from hf_helix.testing import prove_layouts
 
 LAYOUTS: dict[str, dict[str, int]] = {

@@ -31,9 +31,9 @@ from hf_helix.operators.base import (
     Tensors,
     TransferFn,
 )
-from hf_helix.operators.unit import Unit
+from hf_helix.operators.units.unit import Unit
 from hf_helix.planning.graph.operator import Part
-from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner

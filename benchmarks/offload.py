@@ -55,7 +55,7 @@ def measure(layout: str, link: str, options: argparse.Namespace) -> str:
     from hf_helix.config import HelixConfig
     from hf_helix.engine.optimizer_shards import step_shards
     from hf_helix.engine.synthetic import Workload
-    from hf_helix.planning.plan.registry import make_plan
+    from hf_helix.planning.rules.registry import make_plan
     from hf_helix.planning.timing.profile import rough_profile
     from hf_helix.runtime.distributed.agreement import all_gather_object
     from hf_helix.runtime.divided import plain_parameters
@@ -89,7 +89,7 @@ def seconds_of(runner: Any, optimizer: Any, window: Any, streamed: bool) -> list
     """Returns the seconds of a window with its step on this rank, those of the update, and of each direction: copies,
     and waits for them, in this window, its step and the next window; if `streamed`, copies up in this window alone."""
     from hf_helix.planning.graph.operator import Kind
-    from hf_helix.runtime.trace import common, merge
+    from hf_helix.runtime.streams.trace import common, merge
 
     streams, waits = runner.executor.streams, []
 

@@ -63,8 +63,8 @@ def work(ranks: Ranks, options: argparse.Namespace) -> None:
 def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
     """Every schedule on one layout, for windows of `count` micro-batches."""
     from hf_helix.measure.memory import peak_bytes
-    from hf_helix.planning.schedule.scheduler import candidates
-    from hf_helix.planning.timing.predict import predict
+    from hf_helix.planning.choice.scheduler import candidates
+    from hf_helix.planning.plan.predict import predict
     from hf_helix.runtime.distributed.agreement import all_gather_object
     from hf_helix.tuning.candidates import plan_runners
     from hf_helix.tuning.tuner import tune

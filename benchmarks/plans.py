@@ -201,9 +201,9 @@ class Cut:
         import torch
 
         from hf_helix.config import HelixConfig
-        from hf_helix.engine.build import RunOptions, declare, start_runner
-        from hf_helix.engine.microbatches import WindowMaker
-        from hf_helix.engine.recompute import modes_of
+        from hf_helix.engine.cut.build import RunOptions, declare, start_runner
+        from hf_helix.engine.cut.microbatches import WindowMaker
+        from hf_helix.engine.cut.recompute import modes_of
         from hf_helix.models.registry import family_of
         from hf_helix.runtime.distributed.mesh import mesh_of
 
@@ -219,7 +219,7 @@ class Cut:
         """Returns micro-batches as the runner takes them."""
         import torch
 
-        from hf_helix.engine.microbatches import LossScale
+        from hf_helix.engine.cut.microbatches import LossScale
 
         ids = batches[0]["input_ids"]
         scale = LossScale(torch.tensor(1.0 / (len(batches) * len(ids) * (ids.shape[1] - 1))))

@@ -42,7 +42,7 @@ from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.mesh import mesh_of
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner, forget_gradients
-from hf_helix.runtime.streams import make_streams
+from hf_helix.runtime.streams.streams import make_streams
 from hf_helix.tuning.candidates import plan_runners
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ import hf_helix
 from hf_helix.cli.models import SUPPORTED, headline
 from hf_helix.config import HelixConfig, described_options
 from hf_helix.doctor.exactness import KINDS, PublishedRun, published_runs
-from hf_helix.models.census import instead_of, read_census
+from hf_helix.models.stock.census import instead_of, read_census
 
 DOCS = Path(__file__).parent
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed")

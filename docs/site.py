@@ -37,7 +37,7 @@ API = {
     },
     "Model families": {
         "hf_helix.register_model": None,
-        "hf_helix.models.family.Family": None,
+        "hf_helix.models.derived.family.Family": None,
         "hf_helix.models.graph.builder.Builder": None,
         "hf_helix.testing.check_family": None,
     },

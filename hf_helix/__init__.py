@@ -6,9 +6,8 @@ Top-level names are loaded on first use, so that `import hf_helix` is quick and 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-
-from hf_helix.runtime.environment import set_connections
+from hf_helix.runtime.distributed.environment import set_connections
+from hf_helix.version import __version__
 
 _HOMES = {
     "HelixConfig": "config",

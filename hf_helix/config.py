@@ -5,8 +5,8 @@ Out:  a `HelixConfig`.
 Must hold: nothing is silently ignored: an unknown key, a wrong type or an option that is not built is an error with the
 name of the option and a value that works. Imports the standard library only (PyYAML to read a file).
 
-A refusal belongs here if the value of an option is wrong for every model and every run. `hf_helix.engine.checks` has
-the refusals by model, `integrations/trainer/checks.py` and `integrations/accelerate/checks.py` the refusals of other
+A refusal belongs here if the value of an option is wrong for every model and every run. `hf_helix.engine.cut.checks`
+refuses by model, `integrations/trainer/checks.py` and `integrations/accelerate/checks.py` the refusals of other
 packages' options. Sources of options are listed in `integrations/accelerate/launcher.py`.
 """
 

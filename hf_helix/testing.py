@@ -31,8 +31,8 @@ from hf_helix.engine.proof.prove import SIZES, Subject, default_layouts, describ
 from hf_helix.engine.proof.verdict import Proof
 from hf_helix.models.registry import registered_elsewhere
 from hf_helix.runtime.distributed.agreement import all_gather_object, on_all_ranks
+from hf_helix.runtime.distributed.endings import remote_description
 from hf_helix.runtime.distributed.mesh import forget_meshes, mesh_of, world_size
-from hf_helix.runtime.failures.endings import remote_description
 
 LayoutOptions = Mapping[str, Any]
 """Options of `HelixConfig`, such as `{"tp_size": 2}`."""

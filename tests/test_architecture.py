@@ -16,7 +16,7 @@ HOME = PACKAGE.parent
 
 # The one rule of the package: a part imports what stands in its own row or in a row above it.
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("config",),
+    ("config", "version"),
     ("planning",),
     ("operators",),
     ("models", "runtime"),
@@ -28,8 +28,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("integrations", "cli", "__main__"),
 )
 LEVELS = {part: level for level, parts in enumerate(ORDER) for part in parts}
-VERSION = "hf_helix.__version__"  # any part may import it
-STANDARD_LIBRARY_ONLY = {"config", "planning"}
+STANDARD_LIBRARY_ONLY = {"config", "planning", "version"}
 LAZY = {"yaml"}  # what these may import inside a function
 IMPORTERS = {
     "accelerate": ("integrations.accelerate",),
@@ -92,7 +91,7 @@ def violations(package: Path) -> list[str]:
             top = target.split(".")[0]
             where = f"{path.relative_to(package)}:{line}: "
             if top == hf_helix.__name__:
-                if target != VERSION and LEVELS.get(part_of(target), len(ORDER)) > LEVELS[part]:
+                if LEVELS.get(part_of(target), len(ORDER)) > LEVELS[part]:
                     result.append(f"{where}imports upward: {target}")
             elif part in STANDARD_LIBRARY_ONLY and top not in sys.stdlib_module_names and not (lazy and top in LAZY):
                 result.append(f"{where}is not the standard library: {target}")
@@ -130,7 +129,7 @@ def test_the_scan_finds_and_lets_pass(tmp_path: Path):
         "integrations/trainer/a.py": "from accelerate import Accelerator",
         "integrations/accelerate/a.py": "import accelerate, transformers\nfrom hf_helix.runtime import mesh",
         "tuning/a.py": "class A:\n    from transformers import A",
-        "engine/a.py": "from hf_helix import __version__\nfrom hf_helix.tuning import tuner",
+        "engine/a.py": "from hf_helix.version import __version__\nfrom hf_helix.tuning import tuner",
         "other/a.py": "",
     }.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +139,7 @@ def test_the_scan_finds_and_lets_pass(tmp_path: Path):
         "integrations/trainer/a.py:1: only integrations.accelerate may import accelerate",
         "operators/a.py:2: imports upward: hf_helix.runtime.mesh",
         "other/a.py: the part other is not in ORDER",
-        "planning/a.py:1: imports upward: hf_helix.operators.unit",
+        "planning/a.py:1: imports upward: hf_helix.operators.units.unit",
         "planning/a.py:2: imports upward: hf_helix.runtime.mesh",
         "planning/plan.py:1: is not the standard library: torch",
         "planning/plan.py:3: is not the standard library: torch",
@@ -152,31 +151,35 @@ def test_the_scan_finds_and_lets_pass(tmp_path: Path):
     ]
 
 
-def circles(package: Path) -> list[list[str]]:
-    """The groups of files that import each other, over however many steps; imports for types alone count, too."""
+def circles(package: Path, folders: bool = False) -> list[list[str]]:
+    """The groups of files, or of folders, that import each other, over any number of steps; imports for types count."""
     paths = dict(modules(package))
-    targets = {
-        module: {
+
+    def node(module: str) -> str:
+        return module if not folders or paths[module].name == "__init__.py" else module.rpartition(".")[0]
+
+    targets: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        read = (
             next((name for name in (each.target, each.target.rpartition(".")[0]) if name in paths), "")
             for each in imports_of(path, module)
-        }
-        - {"", module, hf_helix.__name__}
-        for module, path in paths.items()
-    }
+        )
+        nodes = {node(name) for name in read if name} - {node(module), hf_helix.__name__}
+        targets.setdefault(node(module), set()).update(nodes)
 
-    def reached(module: str) -> set[str]:
+    def reached(start: str) -> set[str]:
         seen: set[str] = set()
-        waiting = [module]
+        waiting = [start]
         while waiting:
-            waiting += targets[waiting.pop()] - seen
+            waiting += targets.get(waiting.pop(), set()) - seen
             seen |= set(waiting)
         return seen
 
-    reaches = {module: reached(module) for module in targets}
+    reaches = {each: reached(each) for each in targets if each != hf_helix.__name__}
     groups = {
-        tuple(sorted(other for other in reaches[module] if module in reaches[other]))
-        for module in targets
-        if module in reaches[module]
+        tuple(sorted(other for other in reaches[each] if each in reaches.get(other, ())))
+        for each in reaches
+        if each in reaches[each]
     }
     return sorted(list(group) for group in groups)
 
@@ -189,6 +192,22 @@ def test_no_files_import_each_other(tmp_path: Path):
     (tmp_path / "c.py").write_text("def f():\n    from hf_helix import a")
     (tmp_path / "d.py").write_text("from hf_helix.a import A")
     assert circles(tmp_path) == [["hf_helix.a", "hf_helix.b", "hf_helix.c"]]
+
+
+def test_no_folders_import_each_other(tmp_path: Path):
+    assert circles(PACKAGE, folders=True) == []
+    # The scan finds folders in a circle, though no files are.
+    for file, source in {
+        "one/a.py": "from hf_helix.two.a import A",
+        "one/b.py": "",
+        "two/a.py": "",
+        "two/b.py": "from hf_helix.one.b import B",
+        "three/a.py": "from hf_helix.one import a",
+    }.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(source)
+    assert circles(tmp_path) == []
+    assert circles(tmp_path, folders=True) == [["hf_helix.one", "hf_helix.two"]]
 
 
 LISTED = re.compile(r"^([a-z_]+)/? {2,}\S", re.MULTILINE)  # a row of the list in a package's docstring
@@ -345,7 +364,7 @@ print(*names, hf_helix.HelixConfig(tp_size=2).tp_size)
     assert set(names) == here
     assert "hf_helix.planning.graph.operator" in here
     # The block on torch works.
-    result = run_python(WITHOUT + "import hf_helix.operators.unit")
+    result = run_python(WITHOUT + "import hf_helix.operators.units.unit")
     assert result.returncode != 0
     assert "import of torch halted" in result.stderr
     # Importing the package is quick.

@@ -110,4 +110,4 @@ def test_no_reason_begins_on_the_second_line():
         for part in ast.walk(node)
         if isinstance(part, ast.Constant) and isinstance(part.value, str) and ":\n" in part.value
     }
-    assert headings - PICTURES <= {"planning/schedule/scheduler.py"}
+    assert headings - PICTURES <= {"planning/choice/scheduler.py"}

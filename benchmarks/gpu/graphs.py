@@ -17,8 +17,8 @@ from benchmarks.gpu.models import batches, targets, tiny
 from benchmarks.gpu.report import Options, Report
 from benchmarks.gpu.timing import release
 from benchmarks.gpu.windows import deterministic, engine_on, silent_mesh
+from hf_helix.engine.cut.microbatches import LossScale
 from hf_helix.engine.engine import Engine
-from hf_helix.engine.microbatches import LossScale
 
 STEPS = 4
 CASES: tuple[tuple[str, str, dict[str, int], dict[str, Any], bool], ...] = (

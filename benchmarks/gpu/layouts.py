@@ -24,11 +24,11 @@ from torch import Tensor
 from benchmarks.gpu.models import Batch, batches, on, targets, tiny
 from benchmarks.gpu.windows import engine_on
 from hf_helix.config import HelixConfig
+from hf_helix.engine.cut.microbatches import LossScale
 from hf_helix.engine.engine import Engine
-from hf_helix.engine.microbatches import LossScale
 from hf_helix.measure import operators as profiler
 from hf_helix.planning.plan import search
-from hf_helix.planning.plan.baselines import dhelix
+from hf_helix.planning.rules import dhelix
 from hf_helix.runtime.distributed.mesh import mesh_of
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.failures.heartbeat import start_watch

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from benchmarks.gpu.report import Options, Report
 from benchmarks.gpu.timing import synchronize
 from benchmarks.gpu.trainer import DRY, EAGER, HELIX, LONG, SHORT, WARM_UP, Case, alone
-from hf_helix.runtime.trace import merge
+from hf_helix.runtime.streams.trace import merge
 
 IDLE = 0.03
 """The most that a step from CUDA graphs may be without a kernel."""

@@ -22,7 +22,7 @@ from benchmarks.gpu.windows import Local, deterministic, engine_on, same_bits, s
 from hf_helix.operators.base import TransferFn
 from hf_helix.operators.communication.transport import TransportWrapper
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.runtime.streams import CpuStreams, CudaStreams, Event
+from hf_helix.runtime.streams.streams import CpuStreams, CudaStreams, Event
 
 PLANS = ("sequential", "greedy", "round_robin", "dhelix")
 ROUNDS = 2  # windows under each

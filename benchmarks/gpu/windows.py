@@ -18,13 +18,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.models import Batch, on, targets
 from hf_helix import HelixConfig
-from hf_helix.engine.build import RunOptions
+from hf_helix.engine.cut.build import RunOptions
+from hf_helix.engine.cut.microbatches import LossScale
 from hf_helix.engine.engine import Engine
-from hf_helix.engine.microbatches import LossScale
 from hf_helix.models.direct_use import Instead
 from hf_helix.operators.communication.transport import Axis, SilentTransport, Transport
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.distributed.mesh import Mesh, Pipe
 from hf_helix.runtime.divided import plain_parameters

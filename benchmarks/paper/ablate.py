@@ -19,8 +19,8 @@ from hf_helix.cli.options import made_for, schedule_for
 from hf_helix.config import RULES
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
-from hf_helix.planning.plan.registry import make_plan
-from hf_helix.planning.timing.predict import predict
+from hf_helix.planning.plan.predict import predict
+from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.timing.profile import Profile, rough_profile
 from hf_helix.planning.timing.profile_file import load_profile
 from hf_helix.runtime.runner import Runner

@@ -19,9 +19,9 @@ from benchmarks.paper.runs import LAUNCH_SECONDS, Runs, barriers_of, case_of
 from hf_helix.doctor.step import simulate_plan
 from hf_helix.doctor.window import Fidelity
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.plan.predict import predict
+from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.schedule.actions import Action, Slot
-from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.layout import Layout
 

@@ -16,9 +16,9 @@ from benchmarks.common import markdown, options_of
 from benchmarks.paper.published import FIGURE_11, FIGURE_12, FIGURE_13A, Row
 from benchmarks.paper.runs import SEARCH, SEARCHING, Runs
 from hf_helix.planning.plan.bounds import bound
-from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.plan.predict import predict
+from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.schedule.actions import Action, Schedule, Slot
-from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.window import Window

@@ -31,10 +31,10 @@ from hf_helix.doctor.memory import held_weights
 from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.doctor.step import Step, profile_of, simulate_plan
 from hf_helix.doctor.window import Fidelity
-from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan, source_of, tile_profile
 from hf_helix.planning.plan.block_plan import BARRIER, BlockPlan
 from hf_helix.planning.plan.plan import Plan
-from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.rules.intra_batch import IntraBatchPlan, source_of, tile_profile
+from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.timing.cluster import Cluster, load_cluster
 from hf_helix.planning.timing.profile import Pair, Profile
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import swap_tensors
 
-from hf_helix.operators.param_shard import Placement
+from hf_helix.operators.parameters.param_shard import Placement
 from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks
 from hf_helix.runtime.distributed.groups import control_group, receive_on_host, send_on_host
 from hf_helix.runtime.distributed.mesh import Mesh, world_size

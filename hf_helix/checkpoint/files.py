@@ -41,7 +41,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from hf_helix.checkpoint.claims import MARK, delete_unfinished, find_unfinished, make_unfinished
 from hf_helix.checkpoint.reader import INDEX_NAME, SINGLE_NAME, open_safetensors, persistent_tensors
-from hf_helix.operators.param_shard import COPIED
+from hf_helix.operators.parameters.param_shard import COPIED
 from hf_helix.runtime.distributed.agreement import all_gather_object, decide_on_rank_0
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size

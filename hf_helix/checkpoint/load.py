@@ -24,8 +24,8 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from hf_helix.checkpoint.cut_parameters import materialize
 from hf_helix.checkpoint.reader import FLOATS, Checkpoint, Source, match_tensors, persistent_tensors
-from hf_helix.models.causal_lm import build_causal_lm
-from hf_helix.operators.param_shard import COPIED
+from hf_helix.models.stock.causal_lm import build_causal_lm
+from hf_helix.operators.parameters.param_shard import COPIED
 from hf_helix.planning.text import shorten_list
 from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks, decide_on_rank_0, on_all_ranks
 from hf_helix.runtime.distributed.mesh import Mesh

@@ -18,12 +18,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hf_helix import __version__
 from hf_helix.checkpoint.plain_files import DamagedFile, check_fields, read_json
 from hf_helix.planning.text import shorten_list
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.local_parameters import LocalParameter
+from hf_helix.version import __version__
 
 NAME = "helix_state.json"
 FORMAT = 1

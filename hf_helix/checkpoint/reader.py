@@ -31,7 +31,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from hf_helix.operators.param_shard import Placement
+from hf_helix.operators.parameters.param_shard import Placement
 from hf_helix.planning.text import shorten_list
 
 SINGLE_NAME = "model.safetensors"

@@ -33,9 +33,9 @@ from hf_helix.checkpoint.files import (
 )
 from hf_helix.checkpoint.load import adapter_file, adapter_names
 from hf_helix.checkpoint.reader import Source, match_tensors, persistent_tensors
-from hf_helix.models.peft import is_peft
-from hf_helix.operators.param_shard import COPIED, Placement
-from hf_helix.operators.zero.flat_parameter import FlatParameter
+from hf_helix.models.stock.peft import is_peft
+from hf_helix.operators.parameters.flat_parameter import FlatParameter
+from hf_helix.operators.parameters.param_shard import COPIED, Placement
 from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0
 from hf_helix.runtime.distributed.groups import control_group, receive_on_host, send_on_host
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size

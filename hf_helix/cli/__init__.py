@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hf_helix import __version__
 from hf_helix.cli.check import CheckCommand
 from hf_helix.cli.cluster import ClusterCommand
 from hf_helix.cli.doctor import DoctorCommand
@@ -22,6 +21,7 @@ from hf_helix.cli.plan import PlanCommand
 from hf_helix.cli.profile import ProfileCommand
 from hf_helix.cli.show import ShowCommand
 from hf_helix.cli.simulate import SimulateCommand
+from hf_helix.version import __version__
 
 COMMANDS = (
     *(ProfileCommand, PlanCommand, ShowCommand, DoctorCommand, SimulateCommand, ClusterCommand),

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from hf_helix.engine.proof.prove import Subject
     from hf_helix.engine.proof.verdict import Proof
-    from hf_helix.operators.param_shard import Placement
-    from hf_helix.operators.unit import Unit
+    from hf_helix.operators.parameters.param_shard import Placement
+    from hf_helix.operators.units.unit import Unit
 
 
 @dataclass(kw_only=True)
@@ -146,7 +146,7 @@ def _join_ranks() -> None:
     import torch
     import torch.distributed as dist
 
-    from hf_helix.runtime.environment import load_eagerly
+    from hf_helix.runtime.distributed.environment import load_eagerly
 
     cuda = torch.cuda.is_available()
     if cuda:

@@ -20,7 +20,7 @@ from hf_helix.config import AUTO, OF_A_NODE, OFFLOADS, HelixConfig, format_rate
 from hf_helix.doctor.processes import usable_cores
 from hf_helix.measure.progress import progress_bar
 from hf_helix.planning.collection import without_collection
-from hf_helix.planning.plan.registry import runs_one_strand
+from hf_helix.planning.rules.registry import runs_one_strand
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.sizes import Sizes, is_named, size_text
 
@@ -216,8 +216,8 @@ class DoctorCommand(OnCluster):
 
 def check_derived(simulated: SimulatedModel) -> None:
     """Raises ValueError if no layout at all can be made of a model."""
-    from hf_helix.models.peft import base_of
     from hf_helix.models.registry import family_of
+    from hf_helix.models.stock.peft import base_of
 
     base = base_of(simulated.model)
     family_of(base).digest(base)

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from hf_helix import __version__
 from hf_helix.cli.options import Command
 from hf_helix.doctor.processes import usable_cores
+from hf_helix.version import __version__
 
 PACKAGES = (
     *("torch", "transformers", "accelerate", "safetensors", "huggingface_hub"),

@@ -1,6 +1,6 @@
 """hf-helix models: the supported model classes, and the layouts of their tests.
 
-In:   part of the name of a class, or nothing; the census (`hf_helix.models.census`).
+In:   part of the name of a class, or nothing; the census (`hf_helix.models.stock.census`).
 Out:  text.
 Must hold: `SUPPORTED` names every declared class and exactly the layouts whose results tests compare with the unsplit
 model or the stock Trainer; docs/support.md is generated from the list. Findings of the census are printed unchanged.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hf_helix.cli.options import Command, argument
-from hf_helix.models.census import CLASSIFIER, PROVEN, TEXT, Census, Findings, instead_of, read_census
+from hf_helix.models.stock.census import CLASSIFIER, PROVEN, TEXT, Census, Findings, instead_of, read_census
 
 
 class SupportedModel(NamedTuple):

@@ -23,12 +23,12 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin, get_type_hints
 
 from hf_helix.config import AUTO, SCHEDULES, HelixConfig, described_options, nearest
-from hf_helix.planning.graph.recompute import recompute_profile
+from hf_helix.planning.choice.scheduler import Scheduler
+from hf_helix.planning.choice.slot_clock import stage_costs
 from hf_helix.planning.schedule.actions import Schedule
-from hf_helix.planning.schedule.scheduler import Scheduler
-from hf_helix.planning.schedule.slot_clock import stage_costs
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.timing.profile_file import load_profile
+from hf_helix.planning.timing.recompute import recompute_profile
 
 if TYPE_CHECKING:
     import torch
@@ -235,7 +235,7 @@ def configuration_file(model: str) -> str:
 
 
 def _refuse_class(name: str) -> None:
-    from hf_helix.models.causal_lm import causal_lm_classes
+    from hf_helix.models.stock.causal_lm import causal_lm_classes
 
     classes = causal_lm_classes()
     near = nearest(name, classes)
@@ -301,7 +301,7 @@ def join(pp_size: int = 1) -> torch.device:
     import torch
     import torch.distributed as dist
 
-    from hf_helix.runtime.environment import check_environment, load_eagerly
+    from hf_helix.runtime.distributed.environment import check_environment, load_eagerly
 
     if pp_size > 1:
         load_eagerly()

@@ -13,9 +13,9 @@ from hf_helix.config import RECOMPUTE, RULES
 from hf_helix.measure.progress import progress_bar
 from hf_helix.planning.plan.bounds import lower_bound
 from hf_helix.planning.plan.plan import Plan
-from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.plan.predict import predict
+from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.schedule.actions import Schedule
-from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
 
 FASTEST = "fastest"

@@ -13,7 +13,7 @@ from typing import Any
 from hf_helix.cli.options import Command, config_option, configuration_file, join, option, start
 from hf_helix.config import AXES, FLOAT8, OFFLOAD, RECOMPUTE, HelixConfig
 from hf_helix.measure.progress import progress_bar
-from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.choice.scheduler import Scheduler
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.timing.profile_file import save_profile
 

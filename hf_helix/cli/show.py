@@ -15,13 +15,13 @@ from pathlib import Path
 from hf_helix.cli.options import Command, argument, configuration_file, made_for, option, read_profile, schedule_for
 from hf_helix.cli.plan import plan_by
 from hf_helix.config import AUTO, RECOMPUTE, RULES
+from hf_helix.planning.choice.scheduler import simulate_layers
+from hf_helix.planning.choice.slot_clock import Simulated
 from hf_helix.planning.plan.plan import Plan
-from hf_helix.planning.plan.registry import load_plan
+from hf_helix.planning.plan.predict import Prediction, predict
+from hf_helix.planning.rules.registry import load_plan
 from hf_helix.planning.schedule.actions import num_microbatches_of
 from hf_helix.planning.schedule.named import PLACEMENT_OF
-from hf_helix.planning.schedule.scheduler import simulate_layers
-from hf_helix.planning.schedule.slot_clock import Simulated
-from hf_helix.planning.timing.predict import Prediction, predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.timing.profile_file import load_profile
 from hf_helix.report import heatmap, page

@@ -9,8 +9,8 @@ Must hold: nothing here imports torch.
 from dataclasses import dataclass
 
 from hf_helix.config import AUTO, EVERY_MICROBATCH, PARAMETERS
+from hf_helix.planning.choice.scheduler import Scheduler
 from hf_helix.planning.schedule.placement import layer_ranks, stage_ranks
-from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES, Sizes
 
 PARAMETER, GRADIENT, STATES = 4, 4, 8

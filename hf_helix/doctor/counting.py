@@ -21,23 +21,23 @@ from hf_helix.doctor.amounts.amounts import META, SimulatedStreams, count_amount
 from hf_helix.doctor.amounts.meter import LargestPosition, Meter, meta_as
 from hf_helix.doctor.amounts.records import Amounts, Facts, Model, Transfer
 from hf_helix.doctor.case import Case
-from hf_helix.engine.build import declare
-from hf_helix.engine.microbatches import LossScale, WindowMaker
-from hf_helix.engine.recompute import modes_of
+from hf_helix.engine.cut.build import declare
+from hf_helix.engine.cut.microbatches import LossScale, WindowMaker
+from hf_helix.engine.cut.recompute import modes_of
 from hf_helix.engine.synthetic import model_on_meta
-from hf_helix.models.family import Family
+from hf_helix.models.derived.family import Family
+from hf_helix.models.derived.towers import IMAGES
 from hf_helix.models.graph.experts import is_experts
-from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
-from hf_helix.models.towers import IMAGES
-from hf_helix.operators.moe import assuming
-from hf_helix.operators.unit import Unit
+from hf_helix.models.stock.peft import base_of
+from hf_helix.operators.experts.moe import assuming
+from hf_helix.operators.units.unit import Unit
 from hf_helix.operators.vocabulary.head import whole_logits
 from hf_helix.operators.vocabulary.pipeline import slice_buffers
+from hf_helix.planning.choice.scheduler import Scheduler
 from hf_helix.planning.graph.backward import FIRST, NEXT
-from hf_helix.planning.plan.registry import baseline_plan
+from hf_helix.planning.rules.registry import baseline_plan
 from hf_helix.planning.schedule.placement import FRONT, REAR, split_layers, stage_ranks
-from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.sizes import Sizes
 from hf_helix.report.flops import token_flops
 from hf_helix.runtime.distributed.mesh import Mesh

@@ -36,10 +36,10 @@ from hf_helix.doctor.step import (
     usual_counts,
 )
 from hf_helix.doctor.window import Fidelity, possible_names
-from hf_helix.planning.schedule.memory import Peak
+from hf_helix.planning.choice.memory import Peak
+from hf_helix.planning.choice.scheduler import Scheduler, check_schedule
 from hf_helix.planning.schedule.named import FOLDED, NAMED_SCHEDULES
 from hf_helix.planning.schedule.placement import split_layers, stage_ranks
-from hf_helix.planning.schedule.scheduler import Scheduler, check_schedule
 from hf_helix.planning.timing.cluster import Cluster, divisors
 from hf_helix.planning.timing.sizes import Sizes, is_named
 from hf_helix.planning.window.layout import named_operators

@@ -5,10 +5,10 @@ In:   a rank's weights, a case, whose options say how replicas shard them; the m
 Out:  `Memory`, in bytes; `Peak`s of a program, operator by operator, or of a schedule.
 Must hold: trained weights, gradients and states are in fp32, frozen weights in the type of the loaded model. In a
 program, memory is freed after the last holder releases it (`hf_helix.doctor.amounts.lifetimes`);
-collectives in flight are holders. Releases follow the rules of `hf_helix.runtime.streams`: on a GPU an event keeps the
+collectives in flight are holders. Releases follow `hf_helix.runtime.streams.streams`: on a GPU an event keeps the
 buffers until the compute stream waits for the event, or until nothing refers to the event; on a CPU a thread releases
 the buffers at the end of the collective. A value sent to another stage is freed when the next transfer begins.
-`hf_helix.planning.schedule.memory` counts schedules.
+`hf_helix.planning.choice.memory` counts schedules.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dataclasses import dataclass, fields, replace
 
 from hf_helix.doctor.amounts.records import Adders, Amounts, Gradient, Storage, Weights, outputs_of
 from hf_helix.doctor.case import ELEMENT, GRADIENT, PARAMETER, Case
+from hf_helix.planning.choice.memory import Passes, Peak
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.schedule.actions import Schedule, Slot
-from hf_helix.planning.schedule.memory import Passes, Peak
 from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES
 from hf_helix.planning.window.instructions import Instruction, entry_of

@@ -23,13 +23,13 @@ from hf_helix.doctor.step import Step, profile_of, simulate_step
 from hf_helix.doctor.window import Fidelity
 from hf_helix.engine.advice import TYPES
 from hf_helix.engine.synthetic import model_on_meta
-from hf_helix.operators.moe import assuming
+from hf_helix.operators.experts.moe import assuming
+from hf_helix.planning.choice.scheduler import Scheduler
+from hf_helix.planning.choice.slot_clock import stage_costs
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.plan.predict import Prediction
 from hf_helix.planning.schedule.placement import FRONT
-from hf_helix.planning.schedule.scheduler import Scheduler
-from hf_helix.planning.schedule.slot_clock import stage_costs
 from hf_helix.planning.timing.cluster import Cluster
-from hf_helix.planning.timing.predict import Prediction
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.timing.sizes import Sizes, size_text
 from hf_helix.planning.window.instructions import Instruction

@@ -16,7 +16,7 @@ from hf_helix.doctor.layouts import CLOSE, HEADROOM, Dropped, Ranking, is_plain
 from hf_helix.doctor.memory import bytes_text, needs_text
 from hf_helix.doctor.step import Step
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.plan.registry import runs_one_strand
+from hf_helix.planning.rules.registry import runs_one_strand
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.sizes import Sizes, size_text
 

@@ -24,15 +24,15 @@ from hf_helix.doctor.memory import (
 )
 from hf_helix.doctor.reductions import cast_seconds, with_reductions
 from hf_helix.doctor.window import Fidelity, WindowClock, WindowTime, schedule_of, usual_schedules
+from hf_helix.planning.choice.memory import MemoryLimit, Passes, Peak
 from hf_helix.planning.graph.backward import slice_names, transfer_graphs
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
-from hf_helix.planning.plan.registry import runs_one_strand
+from hf_helix.planning.plan.predict import predict
+from hf_helix.planning.rules.registry import runs_one_strand
 from hf_helix.planning.schedule.actions import Slot
-from hf_helix.planning.schedule.memory import MemoryLimit, Passes, Peak
 from hf_helix.planning.schedule.placement import FRONT, REAR, count_layers, half_name, ranges_of
 from hf_helix.planning.timing.cluster import Cluster
-from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.timing.sizes import FULL_GRADIENTS, Sizes
 from hf_helix.planning.window.layout import Layout, named_operators, place_names

@@ -21,22 +21,22 @@ from hf_helix.doctor.case import Case
 from hf_helix.doctor.estimate import LEAST
 from hf_helix.doctor.memory import Drawing
 from hf_helix.doctor.reductions import with_reductions
+from hf_helix.planning.choice.memory import MemoryLimit
+from hf_helix.planning.choice.scheduler import ON_ONE_RANK, Scheduler
+from hf_helix.planning.choice.slot_clock import Costs, simulate_schedule, stage_costs
 from hf_helix.planning.graph.backward import FIRST, NEXT
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
-from hf_helix.planning.plan.registry import make_plan, runs_one_strand
+from hf_helix.planning.plan.predict import Prediction, predict
+from hf_helix.planning.rules.registry import make_plan, runs_one_strand
 from hf_helix.planning.schedule.actions import Schedule
-from hf_helix.planning.schedule.memory import MemoryLimit
 from hf_helix.planning.schedule.named import FOLDED, NAMED_SCHEDULES
-from hf_helix.planning.schedule.scheduler import ON_ONE_RANK, Scheduler
-from hf_helix.planning.schedule.slot_clock import Costs, simulate_schedule, stage_costs
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.operator_clock import Timeline
-from hf_helix.planning.timing.predict import Prediction, predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.layout import Layout, named_operators, sub_layout
 from hf_helix.planning.window.window import COMPUTE, STREAMS
-from hf_helix.runtime.trace import Interval, common, merge
+from hf_helix.runtime.streams.trace import Interval, common, merge
 
 PERIODS = 12  # longest period, in layers, looked for in a model
 WAITING = 4  # micro-batches of the window for waits at weight gathers; later micro-batches do not wait

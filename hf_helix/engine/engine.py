@@ -22,10 +22,10 @@ from hf_helix.checkpoint.load import load_adapters, load_parameters
 from hf_helix.checkpoint.save import save_full, save_pretrained
 from hf_helix.config import AUTO, HelixConfig
 from hf_helix.engine.advice import Advice
-from hf_helix.engine.build import Declared, RunOptions, declare, start_runner
-from hf_helix.engine.called_decoder import CalledDecoder, Decoding
 from hf_helix.engine.calls import Calls, is_together, together
-from hf_helix.engine.checks import (
+from hf_helix.engine.cut.build import Declared, RunOptions, declare, start_runner
+from hf_helix.engine.cut.called_decoder import CalledDecoder, Decoding
+from hf_helix.engine.cut.checks import (
     check_batch,
     check_model,
     check_sizes,
@@ -34,10 +34,12 @@ from hf_helix.engine.checks import (
     warn_bf16_weights,
     warn_random_start,
 )
+from hf_helix.engine.cut.evaluate import evaluate_batch
+from hf_helix.engine.cut.float8 import check_float8, describe_float8
+from hf_helix.engine.cut.microbatches import LossScale, WindowMaker, share_lengths
+from hf_helix.engine.cut.recompute import modes_of
+from hf_helix.engine.cut.snapshot import Snapshot
 from hf_helix.engine.diagnostics import Diagnostics
-from hf_helix.engine.evaluate import evaluate_batch
-from hf_helix.engine.float8 import check_float8, describe_float8
-from hf_helix.engine.microbatches import LossScale, WindowMaker, share_lengths
 from hf_helix.engine.mixed_types import type_between_layers
 from hf_helix.engine.optimizer_shards import (
     cut_states,
@@ -49,9 +51,7 @@ from hf_helix.engine.optimizer_shards import (
     unsharded,
 )
 from hf_helix.engine.proof.first_use import prove_on_first_use
-from hf_helix.engine.recompute import modes_of
-from hf_helix.engine.snapshot import Snapshot
-from hf_helix.models.batch_inputs import LOSS_ALONE
+from hf_helix.models.derived.model_code import check_forwards
 from hf_helix.models.direct_use import (
     Instead,
     is_direct_use_allowed,
@@ -60,15 +60,15 @@ from hf_helix.models.direct_use import (
     refuse_saving,
     run_calls,
 )
-from hf_helix.models.four_bit import open_four_bit
-from hf_helix.models.model_code import check_forwards
-from hf_helix.models.peft import base_of, is_peft
 from hf_helix.models.registry import family_of
-from hf_helix.operators.zero.host_shard import arrived
+from hf_helix.models.stock.batch_inputs import LOSS_ALONE
+from hf_helix.models.stock.four_bit import open_four_bit
+from hf_helix.models.stock.peft import base_of, is_peft
+from hf_helix.operators.parameters.host_shard import arrived
+from hf_helix.planning.choice.scheduler import Scheduler
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.schedule.actions import format_schedule
 from hf_helix.planning.schedule.placement import FOLD, FRONT
-from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.sizes import Sizes, size_text
 from hf_helix.planning.window.layout import Layout
 from hf_helix.runtime.cuda_graphs import WindowGraphs, reason_against_all_graphs

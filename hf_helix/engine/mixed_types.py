@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from hf_helix.config import HelixConfig
 from hf_helix.engine.proof.first_use import carry_patches
 from hf_helix.engine.proof.prove import Subject
-from hf_helix.models.four_bit import four_bit_weights
-from hf_helix.models.peft import adapter_weights, base_of
+from hf_helix.models.stock.four_bit import four_bit_weights
+from hf_helix.models.stock.peft import adapter_weights, base_of
 from hf_helix.models.trace.calls import Decoder
 from hf_helix.operators.base import Precision
 

@@ -25,9 +25,9 @@ from hf_helix.checkpoint.cut_parameters import has_slices
 from hf_helix.checkpoint.training_state import entry_of, format_of, named_states
 from hf_helix.config import HelixConfig
 from hf_helix.models.direct_use import direct_use_allowed
-from hf_helix.operators.param_shard import Placement
-from hf_helix.operators.zero.flat_parameter import FlatParameter
-from hf_helix.operators.zero.host_shard import arrived
+from hf_helix.operators.parameters.flat_parameter import FlatParameter
+from hf_helix.operators.parameters.host_shard import arrived
+from hf_helix.operators.parameters.param_shard import Placement
 from hf_helix.operators.zero.zero1 import zero1_flat_parameters
 from hf_helix.runtime.distributed.agreement import agree_on_action, on_all_ranks
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
@@ -36,7 +36,7 @@ from hf_helix.runtime.executor import issue_copy
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.local_parameters import LocalParameter
 from hf_helix.runtime.rank_units import RankUnits
-from hf_helix.runtime.streams import Streams
+from hf_helix.runtime.streams.streams import Streams
 
 
 def cut_states(optimizer: Any, rank_units: RankUnits, mesh: Mesh) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from hf_helix.config import HelixConfig
-from hf_helix.engine.build import RunOptions, declare, start_runner
-from hf_helix.engine.microbatches import LossScale, WindowMaker
-from hf_helix.engine.recompute import modes_of
-from hf_helix.models.causal_lm import build_language_model, read_config
+from hf_helix.engine.cut.build import RunOptions, declare, start_runner
+from hf_helix.engine.cut.microbatches import LossScale, WindowMaker
+from hf_helix.engine.cut.recompute import modes_of
 from hf_helix.models.registry import family_of
+from hf_helix.models.stock.causal_lm import build_language_model, read_config
 from hf_helix.runtime.distributed.mesh import Mesh, mesh_of
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.tuning.cache import fingerprint

@@ -23,7 +23,6 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from hf_helix import __version__
 from hf_helix.config import HelixConfig, parse_link
 from hf_helix.measure.device import (
     CPU_BLOCK,
@@ -47,7 +46,8 @@ from hf_helix.planning.timing.profile import slowdown_of
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.groups import backend_of, host_name
 from hf_helix.runtime.distributed.mesh import Mesh, mesh_of, world_size
-from hf_helix.runtime.streams import Streams, make_streams
+from hf_helix.runtime.streams.streams import Streams, make_streams
+from hf_helix.version import __version__
 
 # -- links -----------------------------------------------------------------------------------------------------------
 

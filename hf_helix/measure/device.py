@@ -20,14 +20,14 @@ from hf_helix.measure.timing import Stopwatch, Work
 from hf_helix.operators.autograd_operator import AutogradOperator
 from hf_helix.operators.base import Precision
 from hf_helix.operators.linears.accumulate import add_product, in_one_gemm
-from hf_helix.operators.unit import Unit
+from hf_helix.operators.units.unit import Unit
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
 from hf_helix.planning.window.instructions import unit_instructions
 from hf_helix.planning.window.layout import Layout
 from hf_helix.runtime.executor import Executor
 from hf_helix.runtime.microbatch import MicroBatch
-from hf_helix.runtime.streams import make_streams
+from hf_helix.runtime.streams.streams import make_streams
 
 Points = list[tuple[float, float]]  # (size, rate), sizes growing
 SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # sides of products

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from hf_helix.planning.timing.profile import EMULATED_LINK, REDUCTIONS_OVER
 from hf_helix.runtime.distributed.agreement import all_gather_object
+from hf_helix.runtime.distributed.environment import CONNECTIONS
 from hf_helix.runtime.distributed.groups import backends, host_name
-from hf_helix.runtime.environment import CONNECTIONS
 from hf_helix.runtime.runner import Runner
 
 CPU_PROCESS = "CPU process"  # the name of a process on any CPU, as a device of a cluster file

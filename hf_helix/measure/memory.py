@@ -19,15 +19,15 @@ from torch.utils._pytree import tree_leaves
 
 from hf_helix.measure.overlap import STATES
 from hf_helix.operators.zero.zero1 import zero1_flat_parameters
+from hf_helix.planning.choice.memory import MemoryLimit, Passes
 from hf_helix.planning.graph.backward import SEND
-from hf_helix.planning.schedule.memory import MemoryLimit, Passes
 from hf_helix.planning.timing.profile import OperatorMemory, Profile
 from hf_helix.planning.window.layout import Name
 from hf_helix.planning.window.passes import MAX_COPIES
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner, forget_gradients
-from hf_helix.runtime.trace import Trace
+from hf_helix.runtime.streams.trace import Trace
 
 FRAGMENTS = 0.05
 """The part of a GPU's memory that its allocator may lose between blocks."""

@@ -37,7 +37,7 @@ from hf_helix.measure.timing import (
 )
 from hf_helix.operators.base import OperatorContext, explicit_gradients
 from hf_helix.operators.communication.transport import Recorder
-from hf_helix.operators.zero.host_shard import host_memory
+from hf_helix.operators.parameters.host_shard import host_memory
 from hf_helix.operators.zero.zero1 import Zero1FlatParameter
 from hf_helix.planning.graph.backward import SEND
 from hf_helix.planning.graph.operator import Kind, Operator, Part
@@ -55,8 +55,8 @@ from hf_helix.runtime.gradients.buckets import Bucket
 from hf_helix.runtime.gradients.reduce import GradientReducer
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner, forget_gradients
-from hf_helix.runtime.streams import CudaStreams
-from hf_helix.runtime.trace import Span
+from hf_helix.runtime.streams.streams import CudaStreams
+from hf_helix.runtime.streams.trace import Span
 
 LEAST = 1e-7  # seconds of a reduction of nothing; times are positive
 ARRIVAL = 1e-6  # seconds of a receive: a transfer takes the time of its sender

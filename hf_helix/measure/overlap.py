@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hf_helix.measure.progress import Progress
 from hf_helix.operators.communication.transport import Axis, Move, Recorder, SilentTransport, Transport
-from hf_helix.operators.zero.flat_parameter import FlatParameter
+from hf_helix.operators.parameters.flat_parameter import FlatParameter
 from hf_helix.operators.zero.zero1 import Zero1FlatParameter
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.bounds import busiest_link
@@ -32,7 +32,7 @@ from hf_helix.runtime.gradients.buckets import Bucket
 from hf_helix.runtime.gradients.reduce import reduce_all_gradients
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner, forget_gradients
-from hf_helix.runtime.trace import Trace, common, merge
+from hf_helix.runtime.streams.trace import Trace, common, merge
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.executor import Sources
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.streams import CudaStreams, Streams
-from hf_helix.runtime.trace import Span
+from hf_helix.runtime.streams.streams import CudaStreams, Streams
+from hf_helix.runtime.streams.trace import Span
 
 # Seconds for which a GPU is held for each operator, so that the host has issued it: in a window, where the host gets
 # further ahead with each, more than the mean (0.16 ms with an H100); else more than the slowest (attention, 0.63 ms).

@@ -10,12 +10,12 @@ from typing import Any
 import transformers
 from transformers import PreTrainedModel
 
-from hf_helix.models.derived import DerivedFamily
+from hf_helix.models.derived.derived import DerivedFamily
+from hf_helix.models.derived.family import Family
+from hf_helix.models.derived.model_code import check_traceable, other_code
 from hf_helix.models.families.gpt2 import GPT2
 from hf_helix.models.families.llama import Llama
 from hf_helix.models.families.phimoe import Phimoe
-from hf_helix.models.family import Family
-from hf_helix.models.model_code import check_traceable, other_code
 
 REGISTERED: dict[str, Family] = {family.model_class: family for family in (GPT2(), Llama(), Phimoe())}
 """The declared families, by the name of the model's class. Those of the package are what a reader opens first, and what

@@ -2,7 +2,7 @@
 
 In:   parameters in the higher precision that an optimizer keeps, and the type of their other factor.
 Out:  casts to that type. The weights of linears that read the same value are joined, for a single GEMM. Where a
-      gathered buffer contains the casts (`hf_helix.operators.zero.flat_parameter`), they are views of the buffer.
+      gathered buffer contains the casts (`hf_helix.operators.parameters.flat_parameter`), they are views of the buffer.
 Must hold: a cast lives within one window only, while nothing writes to weights. Between windows anything may write to
 weights (optimizers, `load_state_dict`, merged adapters, callbacks), and not every write leaves a mark such as
 `Tensor._version`.

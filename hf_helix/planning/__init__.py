@@ -1,1 +1,16 @@
-"""Graphs, plans, placements and schedules as plain data. Imports the standard library only; runs without torch."""
+"""Graphs, plans, placements and schedules as plain data. Imports the standard library only; runs without torch.
+
+Each folder imports the folders above it in this list:
+
+graph/     the operators of a unit; backward derived from forward
+schedule/  which micro-batch meets which stage, as data
+window/    one window as numbers, and its passes
+timing/    profiles, clusters, the operator clock
+plan/      orders of issue, programs, predictions
+choice/    the search of a schedule
+rules/     the named ways to make a plan
+
+annealing   simulated annealing, for plans and schedules
+collection  helpers for sequences
+text        the text of differences
+"""

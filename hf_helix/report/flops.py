@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from hf_helix.models.causal_lm import has_towers, layer_configs
-from hf_helix.models.four_bit import matrix_sizes
 from hf_helix.models.graph.experts import is_experts
+from hf_helix.models.stock.causal_lm import has_towers, layer_configs
+from hf_helix.models.stock.four_bit import matrix_sizes
 from hf_helix.planning.timing.token_flops import TokenFlops
 
 # Dense bf16 TFLOP/s, from the vendors' data sheets, by whole words of the device's name.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hf_helix.measure.overlap import Overlap
 from hf_helix.planning.timing.token_flops import TokenFlops
-from hf_helix.runtime.trace import Trace
+from hf_helix.runtime.streams.trace import Trace
 
 # The figures of a log line. The speed is there already, in the progress bar.
 SHORT = ("helix/overlapped_fraction", "helix/hidden_fraction")

@@ -13,12 +13,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from hf_helix.planning.choice.slot_clock import Simulated, simulate_schedule, stage_costs
 from hf_helix.planning.plan.bounds import lower_bound
 from hf_helix.planning.plan.plan import Plan
-from hf_helix.planning.plan.registry import baseline_plan
+from hf_helix.planning.plan.predict import Prediction, predict
+from hf_helix.planning.rules.registry import baseline_plan
 from hf_helix.planning.schedule.actions import Schedule, num_microbatches_of
-from hf_helix.planning.schedule.slot_clock import Simulated, simulate_schedule, stage_costs
-from hf_helix.planning.timing.predict import Prediction, predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.report.figures import COLOURS, EMPTY, FAINT, INK
 from hf_helix.report.heatmap import text_breakdown, text_heatmap

@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_helix.planning.window.window import STREAMS
 from hf_helix.report.timeline import parse_label, part_of, sums_gradients
-from hf_helix.runtime.trace import Span
+from hf_helix.runtime.streams.trace import Span
 
 TRACKS = [kind.value for kind in STREAMS]
 Event = dict[str, Any]

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from hf_helix.config import parse_link
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
-from hf_helix.planning.plan.registry import runs_one_strand
+from hf_helix.planning.plan.predict import predict
 from hf_helix.planning.plan.search import chains
-from hf_helix.planning.timing.predict import predict
+from hf_helix.planning.rules.registry import runs_one_strand
 from hf_helix.planning.timing.profile import EMULATED_LINK, Profile
 from hf_helix.report.figures import COLOURS, EMPTY, FAINT, INK, draw_legend, figure_file
 from hf_helix.report.timeline import (

@@ -13,15 +13,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from hf_helix.planning.choice.slot_clock import Simulated
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.schedule.actions import Action, Slot
 from hf_helix.planning.schedule.placement import stages_of_rank
-from hf_helix.planning.schedule.slot_clock import Simulated
 from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.window import STREAMS
 from hf_helix.report.figures import COLOURS, EMPTY
-from hf_helix.runtime.trace import Span, Trace, common, merge
+from hf_helix.runtime.streams.trace import Span, Trace, common, merge
 
 _LABEL = re.compile(r"^([FB])(\d+)\.([^.]+(?:\.\d+)?)\.(.+)$")
 

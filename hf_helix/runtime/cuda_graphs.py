@@ -32,7 +32,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from hf_helix.config import AUTO, OFFLOAD, HelixConfig
 from hf_helix.operators.autograd_operator import has_hooks
-from hf_helix.operators.moe import RouterMeter
+from hf_helix.operators.experts.moe import RouterMeter
 from hf_helix.operators.random_numbers import Source, drawing_from
 from hf_helix.runtime.distributed.agreement import sum_over_ranks
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size

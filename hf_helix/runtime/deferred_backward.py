@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from hf_helix.planning.plan.call_programs import CallPrograms, build_call_programs
 from hf_helix.planning.schedule.placement import FOLD, FRONT
-from hf_helix.planning.window.call_programs import CallPrograms, build_call_programs
 from hf_helix.planning.window.layout import Key
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.executor import no_sources
@@ -56,7 +56,7 @@ class DecoderCall:
 
 
 class DeferredBackward:
-    """Runs a decoder call by call; see `hf_helix.engine.called_decoder` for the order of the passes.
+    """Runs a decoder call by call; see `hf_helix.engine.cut.called_decoder` for the order of the passes.
 
     Args:
         runner: the runner of the cut model, whose last unit gives the decoder's output.

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hf_helix.operators.parameters.host_shard import arrived
 from hf_helix.operators.torch_functions import UNTAGGED, is_elementwise, is_in_place, map_tensors
-from hf_helix.operators.zero.host_shard import arrived
 from hf_helix.runtime.distributed.agreement import agree_on_action
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.division import Division

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from hf_helix.operators.param_shard import EXPERTS, VOCABULARY, Placement
+from hf_helix.operators.parameters.flat_parameter import FlatParameter
+from hf_helix.operators.parameters.param_shard import EXPERTS, VOCABULARY, Placement
 from hf_helix.operators.vocabulary.logits import divided_logits
 from hf_helix.operators.vocabulary.lookup import lookup
 from hf_helix.operators.vocabulary.slices import changed_gradient, sliced_linear, start_sum
-from hf_helix.operators.zero.flat_parameter import FlatParameter
 from hf_helix.runtime.distributed.agreement import agree_on_action
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.failures.heartbeat import watched

@@ -14,7 +14,7 @@ rank waits until another rank has received a tensor; a sent tensor stays alive u
         computation         wait for the events of its inputs; run
         then                reshard and free values without a further reader
 
-`hf_helix.runtime.streams` gives the stream of each operator.
+`hf_helix.runtime.streams.streams` gives the stream of each operator.
 """
 
 import contextlib
@@ -24,18 +24,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from torch import Tensor
 
 from hf_helix.operators.base import Communication, Method, Precision, Tensors, TransferFn, explicit_gradients
-from hf_helix.operators.unit import Unit
-from hf_helix.operators.zero.flat_parameter import FlatParameter
-from hf_helix.operators.zero.host_shard import HostShard
+from hf_helix.operators.parameters.flat_parameter import FlatParameter
+from hf_helix.operators.parameters.host_shard import HostShard
+from hf_helix.operators.units.unit import Unit
 from hf_helix.operators.zero.zero1 import Zero1FlatParameter, zero1_flat_parameters
 from hf_helix.operators.zero.zero3 import with_unsharded
 from hf_helix.planning.graph.operator import Kind, Operator, Part
+from hf_helix.planning.plan.program import Program
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Key
-from hf_helix.planning.window.program import Program
 from hf_helix.runtime.gradients.reduce import GradientReducer
 from hf_helix.runtime.microbatch import MicroBatch, MicroBatchState
-from hf_helix.runtime.streams import Event, Streams
+from hf_helix.runtime.streams.streams import Event, Streams
 
 Sources = Callable[[MicroBatch], Mapping[Key, Tensor | None]]
 """Returns the first values of a micro-batch, such as the gradient of its loss; None for a gradient that may be given

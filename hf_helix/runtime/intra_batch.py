@@ -1,4 +1,4 @@
-"""The runtime of the intra-batch baseline (`hf_helix.planning.plan.baselines.intra_batch`): units in tiles.
+"""The runtime of the intra-batch baseline (`hf_helix.planning.rules.intra_batch`): units in tiles.
 
 In:   the units of a rank, and the number of tiles of a plan.
 Out:  the units with the graphs of the plan. The same linears and collectives serve the tiles; new operators cut
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from hf_helix.operators.base import Communication, Computation, OperatorContext, TensorOperator, Tensors, TransferFn
 from hf_helix.operators.communication.collectives import AllGather, ReduceScatter
-from hf_helix.operators.unit import Unit
+from hf_helix.operators.units.unit import Unit
 from hf_helix.planning.graph.operator import Part
-from hf_helix.planning.plan.baselines.intra_batch import Site, sites, tile_layout, tile_pair
+from hf_helix.planning.rules.intra_batch import Site, sites, tile_layout, tile_pair
 from hf_helix.runtime.rank_units import RankUnits, shared_gradients
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_helix.operators.communication.transport import Axis
-from hf_helix.operators.param_shard import Placement
-from hf_helix.operators.unit import Unit
+from hf_helix.operators.parameters.param_shard import Placement
+from hf_helix.operators.units.unit import Unit
 from hf_helix.operators.zero.zero1 import Zero1FlatParameter, zero1_flat_parameters
 from hf_helix.planning.window.layout import Layout, WeightGather
 from hf_helix.runtime.distributed.mesh import Mesh

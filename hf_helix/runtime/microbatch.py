@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from hf_helix.operators.base import OperatorContext, Precision
-from hf_helix.operators.unit import Unit
+from hf_helix.operators.units.unit import Unit
 from hf_helix.planning.window.layout import Key
-from hf_helix.runtime.streams import Event
+from hf_helix.runtime.streams.streams import Event
 
 
 @dataclass(frozen=True)

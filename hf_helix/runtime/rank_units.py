@@ -12,12 +12,12 @@ from itertools import chain
 
 from torch import nn
 
-from hf_helix.operators.communication.collectives import MakeBuffers, PipelineTransfer, transfer_unit
-from hf_helix.operators.param_shard import VOCABULARY, Placement
-from hf_helix.operators.unit import Unit
+from hf_helix.operators.communication.collectives import MakeBuffers, PipelineTransfer
+from hf_helix.operators.parameters.flat_parameter import FlatParameter
+from hf_helix.operators.parameters.host_shard import HostShard
+from hf_helix.operators.parameters.param_shard import VOCABULARY, Placement
+from hf_helix.operators.units.unit import Unit
 from hf_helix.operators.vocabulary.pipeline import Elsewhere
-from hf_helix.operators.zero.flat_parameter import FlatParameter
-from hf_helix.operators.zero.host_shard import HostShard
 from hf_helix.planning.graph.backward import OF_SLICES, SEND, GraphPair, transfer_graphs
 from hf_helix.planning.schedule.placement import (
     FOLD,
@@ -245,7 +245,8 @@ def _end(
         make_buffers = of_slice(boundary - first)
     is_of_slices = SEND + OF_SLICES in transfers and not pipe.size - 1 <= boundary < first
     channel = pipe.channel(boundary, peer, outward, int(is_of_slices))
-    return transfer_unit(name, transfers[name], channel, boundary, make_buffers)
+    transfer = PipelineTransfer(channel, boundary, make_buffers)
+    return Unit(label=f"{name}.{boundary}", graphs=transfers[name], operators={"transfer": transfer}, placements={})
 
 
 def _check_single(rank_units: RankUnits) -> None:

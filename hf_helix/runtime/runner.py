@@ -17,16 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_helix.operators.base import Precision
+from hf_helix.operators.experts.moe import RouterMeter
 from hf_helix.operators.matmul_dtype import CastWeights
-from hf_helix.operators.moe import RouterMeter
-from hf_helix.operators.zero.host_shard import arrived
+from hf_helix.operators.parameters.host_shard import arrived
 from hf_helix.operators.zero.zero3 import casts_of
-from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan
+from hf_helix.planning.choice.scheduler import Scheduler
 from hf_helix.planning.plan.plan import Plan
+from hf_helix.planning.plan.program import Program, build_program, validate_program
+from hf_helix.planning.rules.intra_batch import IntraBatchPlan
 from hf_helix.planning.schedule.actions import Schedule, Slot
-from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.window.layout import Key
-from hf_helix.planning.window.program import Program, build_program, validate_program
 from hf_helix.runtime.distributed.groups import broadcast_object
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.divided import plain_parameters
@@ -36,7 +36,7 @@ from hf_helix.runtime.gradients.reduce import GradientReducer
 from hf_helix.runtime.intra_batch import tile_units
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.rank_units import RankUnits
-from hf_helix.runtime.streams import Streams
+from hf_helix.runtime.streams.streams import Streams
 
 
 class Runner:

@@ -22,16 +22,16 @@ from typing import Any
 
 import torch
 
-from hf_helix import __version__
 from hf_helix.config import SCHEDULES, HelixConfig
 from hf_helix.measure.cache_folder import cache_root, write_file
 from hf_helix.measure.overlap import Overlap
-from hf_helix.planning.graph.recompute import NONE
 from hf_helix.planning.text import format_json
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.timing.profile_file import load_profile, profile_json
+from hf_helix.planning.timing.recompute import NONE
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.tuning.result_text import TuningResult
+from hf_helix.version import __version__
 
 FORMAT = "hf_helix.tuning/1"
 FIGURES = ("measured", "bound", "gradient_bytes", "ranks", "schedule")
@@ -124,7 +124,7 @@ def fingerprint(
         model: a Transformers model, before it is cut.
         config: has the formats and kernels of matrix products.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
-        recompute: the recompute mode of every layer, see `hf_helix.engine.recompute`.
+        recompute: the recompute mode of every layer, see `hf_helix.engine.cut.recompute`.
     """
     shared = [(name, mesh.sizes[name]) for name in ("tp", "pp", "cp", "ep")]
     runs = [f"{mode} x {len(list(layers))}" for mode, layers in itertools.groupby(recompute)]

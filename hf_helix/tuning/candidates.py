@@ -16,9 +16,9 @@ from hf_helix.measure.overlap import Overlap, measure_overlap, time_steps
 from hf_helix.measure.progress import Progress, StageProgress, stage_progress
 from hf_helix.operators.communication.emulated_link import bare
 from hf_helix.planning.plan.plan import Plan
-from hf_helix.planning.plan.registry import baseline_plan, make_plan, parse_plan
+from hf_helix.planning.plan.predict import predict
+from hf_helix.planning.rules.registry import baseline_plan, make_plan, parse_plan
 from hf_helix.planning.schedule.actions import Schedule
-from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.runtime.cuda_graphs import WindowGraphs
 from hf_helix.runtime.distributed.agreement import all_gather_object, decide_on_rank_0
@@ -41,7 +41,7 @@ def plan_runners(
 
     Args:
         runner: the runner whose parameters, streams and schedule are used.
-        rules: names of `hf_helix.planning.plan.registry`.
+        rules: names of `hf_helix.planning.rules.registry`.
         profile: the operator times.
         num_microbatches: the number of micro-batches of the window.
         progress: called while plans are made.

@@ -26,12 +26,12 @@ from hf_helix.measure.memory import memory_limit
 from hf_helix.measure.operators import measure_profile
 from hf_helix.measure.overlap import Overlap, measure_overlap, time_steps
 from hf_helix.measure.progress import StageProgress, progress_bar, stage_progress
+from hf_helix.planning.choice.memory import MemoryLimit
+from hf_helix.planning.choice.scheduler import Scheduler, candidates, schedule_names, scheduler_of
+from hf_helix.planning.choice.slot_clock import stage_costs
 from hf_helix.planning.plan.bounds import lower_bound
 from hf_helix.planning.plan.plan import Plan
-from hf_helix.planning.plan.registry import NEED_PROFILE, load_plan, parse_plan, runs_one_strand
-from hf_helix.planning.schedule.memory import MemoryLimit
-from hf_helix.planning.schedule.scheduler import Scheduler, candidates, schedule_names, scheduler_of
-from hf_helix.planning.schedule.slot_clock import stage_costs
+from hf_helix.planning.rules.registry import NEED_PROFILE, load_plan, parse_plan, runs_one_strand
 from hf_helix.planning.timing.profile import Profile, rough_profile
 from hf_helix.planning.timing.profile_file import load_profile
 from hf_helix.planning.window.layout import Layout

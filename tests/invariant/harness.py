@@ -24,10 +24,10 @@ from support.tuning_jobs import hasty
 
 from hf_helix import HelixTrainer
 from hf_helix.planning.graph.operator import Graph
-from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan
 from hf_helix.planning.plan.block_plan import BARRIER, BlockPlan, Order, OrderBlock, entries
 from hf_helix.planning.plan.list_scheduler import Priorities, PriorityPlan
 from hf_helix.planning.plan.plan import Plan, graphs_digest
+from hf_helix.planning.rules.intra_batch import IntraBatchPlan
 from hf_helix.planning.timing.profile import Profile, rough_profile
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.runner import Runner

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.marks import slow
 
 from benchmarks.census import LAYOUTS, subject_of, take
-from hf_helix.models.census import FAILED, PROVEN, REFUSED, read_census
+from hf_helix.models.stock.census import FAILED, PROVEN, REFUSED, read_census
 from hf_helix.testing import prove_layouts
 
 LIMIT = 600.0

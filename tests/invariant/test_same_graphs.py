@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from support.models import tiny
 
-from hf_helix.models.derived import DerivedFamily
+from hf_helix.models.derived.derived import DerivedFamily
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
 from hf_helix.operators.autograd_operator import Add
 from hf_helix.operators.communication.transport import Axis, SilentTransport
-from hf_helix.operators.param_shard import Placement
-from hf_helix.operators.unit import Unit
+from hf_helix.operators.parameters.param_shard import Placement
+from hf_helix.operators.units.unit import Unit
 
 
 def form(unit: Unit) -> list[tuple[Any, ...]]:

@@ -17,7 +17,7 @@ from hf_helix.operators.communication.collectives import prepare_reduce_scatter
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.gradients import reduce as flat
-from hf_helix.runtime.streams import Event, Streams
+from hf_helix.runtime.streams.streams import Event, Streams
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hf_helix.config import HelixConfig
-from hf_helix.runtime.failures.endings import advise_on_interrupt
+from hf_helix.runtime.distributed.endings import advise_on_interrupt
 from hf_helix.runtime.failures.heartbeat import start_watch, watched
 
 RANK = int(os.environ["RANK"])

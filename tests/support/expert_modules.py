@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.graph.experts import declare_experts
-from hf_helix.operators.moe import COUNTED, SHARD_TOKENS
-from hf_helix.operators.unit import Unit
+from hf_helix.operators.experts.moe import COUNTED, SHARD_TOKENS
+from hf_helix.operators.units.unit import Unit
 
 NUM_EXPERTS, HIDDEN, INTERMEDIATE, CHOICES = 6, 8, 12, 2
 

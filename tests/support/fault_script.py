@@ -25,8 +25,8 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_helix import HelixTrainer
 from hf_helix.checkpoint import files
-from hf_helix.operators.zero.flat_parameter import FlatParameter
-from hf_helix.operators.zero.host_shard import HostLink, HostShard
+from hf_helix.operators.parameters.flat_parameter import FlatParameter
+from hf_helix.operators.parameters.host_shard import HostLink, HostShard
 from hf_helix.runtime.executor import Executor
 
 OUT = "out"

@@ -36,20 +36,20 @@ from hf_helix.doctor.case import Case as DoctorCase
 from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.doctor.step import simulate_step
 from hf_helix.doctor.window import Fidelity
-from hf_helix.engine.build import declare
-from hf_helix.engine.recompute import modes_of
-from hf_helix.models.peft import base_of
+from hf_helix.engine.cut.build import declare
+from hf_helix.engine.cut.recompute import modes_of
 from hf_helix.models.registry import family_of
+from hf_helix.models.stock.peft import base_of
+from hf_helix.planning.choice.scheduler import Scheduler
+from hf_helix.planning.choice.slot_clock import stage_costs
 from hf_helix.planning.graph.operator import Graph
-from hf_helix.planning.plan.registry import make_plan
-from hf_helix.planning.schedule.scheduler import Scheduler
-from hf_helix.planning.schedule.slot_clock import stage_costs
+from hf_helix.planning.plan.predict import predict
+from hf_helix.planning.plan.program import build_program
+from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.timing.cluster import load_cluster
-from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.planning.timing.sizes import Sizes, size_text
 from hf_helix.planning.window.layout import Layout
-from hf_helix.planning.window.program import build_program
 from hf_helix.runtime.distributed.pipe import Pipe
 
 PLANS = ("sequential", "round_robin", "greedy", "search", "dhelix")

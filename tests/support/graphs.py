@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from hf_helix.config import RECOMPUTE, RULES
 from hf_helix.planning.graph.backward import GraphPair, transfer_graphs
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
-from hf_helix.planning.graph.recompute import recomputed
-from hf_helix.planning.plan.baselines.dhelix import dhelix
 from hf_helix.planning.plan.block_plan import round_robin, sequential
 from hf_helix.planning.plan.list_scheduler import Priorities, PriorityPlan
 from hf_helix.planning.plan.plan import graphs_digest
+from hf_helix.planning.plan.predict import predict
+from hf_helix.planning.rules.dhelix import dhelix
 from hf_helix.planning.schedule.actions import Schedule
 from hf_helix.planning.schedule.named import build_schedule
 from hf_helix.planning.timing.operator_clock import Timeline
-from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.timing.recompute import recomputed
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Layout, Name, named_operators, place_names
 

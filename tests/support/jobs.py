@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from transformers.distributed import DistributedConfig
 
 from hf_helix import HelixConfig, HelixTrainer
-from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.timing.profile import rough_profile
 
 

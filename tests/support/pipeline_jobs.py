@@ -11,11 +11,11 @@ from torch import Tensor
 from benchmarks.paper.ablate import ablated
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.checkpoint.cut_parameters import full_parameter
-from hf_helix.engine.microbatches import WindowMaker
+from hf_helix.engine.cut.microbatches import WindowMaker
 from hf_helix.measure.overlap import trace_window
-from hf_helix.planning.plan.registry import make_plan
-from hf_helix.planning.schedule.scheduler import Scheduler
-from hf_helix.planning.schedule.slot_clock import stage_costs
+from hf_helix.planning.choice.scheduler import Scheduler
+from hf_helix.planning.choice.slot_clock import stage_costs
+from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.divided import plain_parameters

@@ -3,10 +3,10 @@
 from collections.abc import Collection
 
 from hf_helix.planning.plan.plan import Plan
+from hf_helix.planning.plan.program import free_values
 from hf_helix.planning.schedule.actions import Schedule
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Key, Layout
-from hf_helix.planning.window.program import free_values
 
 
 def build_programs(

@@ -11,7 +11,7 @@ from hf_helix.doctor.amounts.amounts import simulated_mesh
 from hf_helix.doctor.amounts.records import Amounts
 from hf_helix.doctor.case import Case
 from hf_helix.doctor.counting import Kinds, amounts_of
-from hf_helix.engine.build import declare
+from hf_helix.engine.cut.build import declare
 from hf_helix.engine.synthetic import model_on_meta
 from hf_helix.planning.timing.cluster import Cluster, parse_cluster
 from hf_helix.planning.timing.sizes import Sizes

@@ -22,8 +22,8 @@ from hf_helix.models.trace.opaque_calls import DTYPE, OpaqueCalls, skeleton_of
 from hf_helix.models.trace.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, ModuleTrace, trace
 from hf_helix.operators.communication.collectives import AllGather, ReduceScatter
 from hf_helix.operators.communication.transport import Axis, SilentTransport
-from hf_helix.operators.param_shard import Placement
-from hf_helix.operators.unit import Unit
+from hf_helix.operators.parameters.param_shard import Placement
+from hf_helix.operators.units.unit import Unit
 
 WIDTH = 8
 """Features of what enters the modules."""

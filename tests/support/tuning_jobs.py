@@ -19,7 +19,7 @@ from hf_helix.measure import operators as profiler
 from hf_helix.measure.operators import Bench, measure_profile
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan import search
-from hf_helix.planning.plan.baselines import dhelix
+from hf_helix.planning.rules import dhelix
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.timing.profile_file import profile_json, save_profile
 from hf_helix.planning.window.layout import named_operators

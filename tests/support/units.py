@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_helix.operators.base import OperatorContext, Precision, explicit_gradients
-from hf_helix.operators.param_shard import Placement
-from hf_helix.operators.unit import Unit
+from hf_helix.operators.parameters.param_shard import Placement
+from hf_helix.operators.units.unit import Unit
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Part
 

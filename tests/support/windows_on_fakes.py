@@ -18,13 +18,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hf_helix.config import HelixConfig
 from hf_helix.engine.optimizer_shards import step_shards
 from hf_helix.engine.synthetic import Workload
-from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.distributed.mesh import forget_meshes, mesh_of
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.streams import CudaStreams
+from hf_helix.runtime.streams.streams import CudaStreams
 
 CPU = torch.device("cpu")
 MICROBATCHES = 3

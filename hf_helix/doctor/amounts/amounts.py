@@ -28,8 +28,8 @@ from hf_helix.doctor.amounts.records import (
 )
 from hf_helix.operators.base import TransferFn
 from hf_helix.operators.communication.transport import Axis, ReplicaAxes, TransportByName, bytes_moved
-from hf_helix.operators.param_shard import EXPERTS, VOCABULARY
-from hf_helix.operators.zero.host_shard import HostLink
+from hf_helix.operators.parameters.host_shard import HostLink
+from hf_helix.operators.parameters.param_shard import EXPERTS, VOCABULARY
 from hf_helix.operators.zero.zero1 import Zero1FlatParameter, apply_zero1
 from hf_helix.planning.graph.backward import FIRST, NEXT
 from hf_helix.planning.graph.operator import Kind
@@ -42,7 +42,7 @@ from hf_helix.runtime.local_parameters import readers_of
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.rank_units import RankUnits
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.streams import Event, Streams
+from hf_helix.runtime.streams.streams import Event, Streams
 
 META = torch.device("meta")
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from hf_helix.doctor.amounts.meter import Allocated, Meter
 from hf_helix.doctor.amounts.records import Lifetimes, Storage, outputs_of
 from hf_helix.operators.base import Precision
-from hf_helix.operators.unit import Unit
+from hf_helix.operators.units.unit import Unit
 from hf_helix.planning.window.layout import Key, Layout, Name
 from hf_helix.runtime.executor import Executor, Sources
 from hf_helix.runtime.microbatch import MicroBatch, MicroBatchState
-from hf_helix.runtime.streams import Streams
-from hf_helix.runtime.trace import Trace
+from hf_helix.runtime.streams.streams import Streams
+from hf_helix.runtime.streams.trace import Trace
 
 UnitEntry = tuple[int, str]  # an operator: the index of its unit, and its entry in a plan
 

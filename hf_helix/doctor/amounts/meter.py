@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from hf_helix.doctor.amounts.records import ATTENTION, MATMUL, OTHER, Kernel
-from hf_helix.models import stock_modules
+from hf_helix.models.stock import stock_modules
 from hf_helix.models.trace.mixers import MixerCall
 from hf_helix.operators.fused import kernels
 from hf_helix.operators.linears import accumulate

@@ -26,14 +26,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_helix import __version__
 from hf_helix.config import AUTO, SCHEDULES, HelixConfig
 from hf_helix.engine.proof.prove import Subject, describe, prove
 from hf_helix.engine.proof.verdict import Proof, first_names
 from hf_helix.measure.cache_folder import write_file
-from hf_helix.models.alike import digest_of_code, text_of
-from hf_helix.models.copies import as_made, rebound
 from hf_helix.models.registry import family_of
+from hf_helix.models.stock.alike import digest_of_code, text_of
+from hf_helix.models.stock.copies import as_made, rebound
 from hf_helix.models.trace.calls import Decoder
 from hf_helix.models.trace.mixers import PACKAGES
 from hf_helix.planning.text import format_json
@@ -41,6 +40,7 @@ from hf_helix.runtime.distributed.agreement import decide_on_rank_0, on_all_rank
 from hf_helix.runtime.distributed.mesh import Mesh, mesh_of
 from hf_helix.runtime.notices import about_time, say
 from hf_helix.tuning.cache import OPERATOR_OPTIONS, result_folder
+from hf_helix.version import __version__
 
 CODE = (FunctionType, MethodType, functools.partial, BuiltinFunctionType)
 PLAIN = (bool, int, float, str, type(None), torch.dtype)

@@ -28,11 +28,12 @@ from transformers import PretrainedConfig
 
 from hf_helix.checkpoint.cut_parameters import full_parameter
 from hf_helix.config import HelixConfig
-from hf_helix.engine.build import Declared, RunOptions, declare, start_runner
-from hf_helix.engine.called_decoder import CalledDecoder
-from hf_helix.engine.evaluate import evaluate_batch
-from hf_helix.engine.float8 import use_float8
-from hf_helix.engine.microbatches import LossScale, WindowMaker
+from hf_helix.engine.cut.build import Declared, RunOptions, declare, start_runner
+from hf_helix.engine.cut.called_decoder import CalledDecoder
+from hf_helix.engine.cut.evaluate import evaluate_batch
+from hf_helix.engine.cut.float8 import use_float8
+from hf_helix.engine.cut.microbatches import LossScale, WindowMaker
+from hf_helix.engine.cut.recompute import modes_of
 from hf_helix.engine.proof.coverage import lacking, parts_of
 from hf_helix.engine.proof.reference import (
     ITEMS,
@@ -52,18 +53,17 @@ from hf_helix.engine.proof.reference import (
     scale_weights,
 )
 from hf_helix.engine.proof.verdict import ComparedWindow, Proof, compare, float8_error
-from hf_helix.engine.recompute import modes_of
-from hf_helix.models.batch_inputs import LOSS_ALONE
-from hf_helix.models.causal_lm import build_causal_lm, check_causal_lm_class, classifier_classes, read_config
-from hf_helix.models.copies import copy_module
 from hf_helix.models.graph.context import LossTweaks
 from hf_helix.models.registry import family_of
 from hf_helix.models.small_config import EXPERT_COUNTS, default_config, small_config
-from hf_helix.planning.plan.registry import make_plan
+from hf_helix.models.stock.batch_inputs import LOSS_ALONE
+from hf_helix.models.stock.causal_lm import build_causal_lm, check_causal_lm_class, classifier_classes, read_config
+from hf_helix.models.stock.copies import copy_module
+from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.distributed.agreement import all_gather_object, decide_on_rank_0, on_all_ranks
+from hf_helix.runtime.distributed.endings import remote_description
 from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.runtime.failures.endings import remote_description
 from hf_helix.runtime.runner import Runner
 
 IMPLEMENTATIONS = ("eager", "sdpa", None)

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_helix.checkpoint.reader import persistent_tensors
-from hf_helix.models.causal_lm import has_towers, is_stock
-from hf_helix.models.copies import copy_module
-from hf_helix.models.model_code import has_stock_loss
+from hf_helix.models.derived.model_code import has_stock_loss
+from hf_helix.models.stock.causal_lm import has_towers, is_stock
+from hf_helix.models.stock.copies import copy_module
 from hf_helix.models.trace.calls import Decoder
 from hf_helix.operators.vocabulary.loss import IGNORED
 

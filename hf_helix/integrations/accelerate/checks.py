@@ -5,7 +5,7 @@ Out:  nothing, or an error with every refused option and a working value.
 Must hold: an error comes before any change and any communication.
 
 Refusals here concern options of Accelerate. The other places: `hf_helix.config` for options of `HelixConfig`,
-`hf_helix.engine.checks` for models and batches, `trainer/checks.py` for arguments and methods of a Trainer,
+`hf_helix.engine.cut.checks` for models and batches, `trainer/checks.py` for arguments and methods of a Trainer,
 `optimizers.py` for optimizers.
 """
 

@@ -22,15 +22,15 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils.logging import get_logger
 
 from hf_helix.config import HelixConfig
-from hf_helix.engine.build import RunOptions
-from hf_helix.engine.checks import check_batch
+from hf_helix.engine.cut.build import RunOptions
+from hf_helix.engine.cut.checks import check_batch
+from hf_helix.engine.cut.microbatches import LossScale
 from hf_helix.engine.engine import Engine
-from hf_helix.engine.microbatches import LossScale
 from hf_helix.integrations.accelerate.checks import check_loader, run_in_mixed_precision
 from hf_helix.integrations.optimizers import check_optimizer, watch_steps
-from hf_helix.models.batch_inputs import count_targets
 from hf_helix.models.direct_use import Instead
 from hf_helix.models.graph.context import LossTweaks
+from hf_helix.models.stock.batch_inputs import count_targets
 from hf_helix.runtime.distributed.agreement import (
     agree_on_action,
     agree_on_number,
@@ -38,9 +38,9 @@ from hf_helix.runtime.distributed.agreement import (
     check_windows,
 )
 from hf_helix.runtime.distributed.contents import window_number
+from hf_helix.runtime.distributed.environment import check_environment
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.runtime.environment import check_environment
 from hf_helix.runtime.failures.heartbeat import start_watch, watched
 from hf_helix.runtime.notices import say
 from hf_helix.tuning.cache import shared_options

@@ -28,9 +28,9 @@ from hf_helix.integrations.accelerate.foreign_sizes import ForeignConfig
 from hf_helix.integrations.accelerate.launcher import options_file, options_in, resolve_config
 from hf_helix.integrations.accelerate.loop import prepare
 from hf_helix.integrations.upstream import check_class, overrides
+from hf_helix.runtime.distributed.endings import is_launched
+from hf_helix.runtime.distributed.environment import load_eagerly
 from hf_helix.runtime.distributed.mesh import Mesh, check_joined, mesh_of
-from hf_helix.runtime.environment import load_eagerly
-from hf_helix.runtime.failures.endings import is_launched
 from hf_helix.runtime.failures.heartbeat import install_hook
 from hf_helix.runtime.failures.restarts import separate_starts
 from hf_helix.runtime.notices import say

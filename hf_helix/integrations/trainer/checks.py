@@ -6,7 +6,7 @@ Must hold: no argument and no hook of the stock Trainer is silently ignored; doc
 of each argument.
 
 Refusals here concern `TrainingArguments`, other arguments of a Trainer, and overrides of its methods and attributes.
-The other places: `hf_helix.config` for options of `HelixConfig`, `hf_helix.engine.checks` for models and batches,
+The other places: `hf_helix.config` for options of `HelixConfig`, `hf_helix.engine.cut.checks` for models and batches,
 `evaluation` for outputs other than logits, `../optimizers.py` for optimizers, `../accelerate/checks.py` for
 an `Accelerator` and data loaders.
 """
@@ -19,7 +19,7 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_helix.config import HelixConfig
-from hf_helix.engine.recompute import problems_of
+from hf_helix.engine.cut.recompute import problems_of
 from hf_helix.integrations.accelerate.checks import launch_problems
 from hf_helix.integrations.optimizers import FUSED_OPTIMIZERS, MODEL, NAMES, check_trainers_optimizer, cuts_of
 from hf_helix.integrations.trainer.trackers import check_trackers

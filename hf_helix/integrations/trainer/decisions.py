@@ -18,7 +18,7 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from hf_helix.checkpoint.manifest import NAME
 from hf_helix.integrations.trainer.trackers import model_for_trackers
 from hf_helix.runtime.distributed.agreement import agree_on_action
-from hf_helix.runtime.failures.endings import advise_on_interrupt
+from hf_helix.runtime.distributed.endings import advise_on_interrupt
 
 FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
 _STOPS = FLAGS[-2:]

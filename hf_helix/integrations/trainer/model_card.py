@@ -23,14 +23,14 @@ import torch
 import yaml
 from huggingface_hub import RepoCard
 
-from hf_helix import __version__
 from hf_helix.config import OF_A_NODE, HelixConfig
 from hf_helix.doctor.page import memory_of_run
 from hf_helix.measure.overlap import Overlap
-from hf_helix.planning.timing.predict import Prediction
+from hf_helix.planning.plan.predict import Prediction
 from hf_helix.report.page import WindowMemory, plan_parts, write_page
 from hf_helix.tuning.result_text import TuningResult, format_plans, format_scorecard, hint
 from hf_helix.tuning.tuner import TUNED_MICROBATCHES
+from hf_helix.version import __version__
 
 TAG = "hf_helix"
 AXES = ("dp", "tp", "pp", "cp", "ep")  # ep takes its ranks from dp

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from hf_helix.config import HelixConfig
-from hf_helix.engine.build import RunOptions
+from hf_helix.engine.cut.build import RunOptions
 from hf_helix.engine.engine import Engine
 from hf_helix.integrations.accelerate.checks import run_in_mixed_precision
 from hf_helix.models.direct_use import Instead
 from hf_helix.models.graph.context import LossTweaks
-from hf_helix.models.peft import base_of
+from hf_helix.models.stock.peft import base_of
 from hf_helix.operators.vocabulary.log_probs import HeadOptions, vocab_log_probs
 from hf_helix.runtime.distributed.mesh import Mesh
 

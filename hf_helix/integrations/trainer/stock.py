@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import TrainerState, TrainingArguments
 
 from hf_helix.config import HelixConfig
+from hf_helix.engine.cut.microbatches import LossScale
 from hf_helix.engine.engine import Engine
-from hf_helix.engine.microbatches import LossScale
 from hf_helix.runtime.failures.values import Health
 
 _BY_POSITION = ("model", "args")  # as in `Trainer(model, args)`

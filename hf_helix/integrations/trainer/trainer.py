@@ -24,10 +24,10 @@ from transformers.utils.logging import get_logger
 
 from hf_helix.checkpoint.load import build_on_meta
 from hf_helix.config import HelixConfig
-from hf_helix.engine.build import RunOptions
-from hf_helix.engine.checks import check_sizes
+from hf_helix.engine.cut.build import RunOptions
+from hf_helix.engine.cut.checks import check_sizes
+from hf_helix.engine.cut.recompute import asked_by
 from hf_helix.engine.engine import Engine
-from hf_helix.engine.recompute import asked_by
 from hf_helix.integrations.accelerate.checks import run_in_mixed_precision
 from hf_helix.integrations.accelerate.foreign_sizes import ForeignConfig
 from hf_helix.integrations.accelerate.launcher import resolve_config
@@ -61,8 +61,8 @@ from hf_helix.models.direct_use import Instead
 from hf_helix.models.graph.context import LossTweaks
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.runtime.distributed.agreement import agree_on_action, check_same_on_all_ranks
+from hf_helix.runtime.distributed.environment import check_environment
 from hf_helix.runtime.divided import plain_parameters
-from hf_helix.runtime.environment import check_environment
 from hf_helix.runtime.failures.heartbeat import start_watch
 from hf_helix.runtime.failures.values import Health
 from hf_helix.tuning.budget import BASELINE

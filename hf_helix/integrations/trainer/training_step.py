@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from hf_helix.engine.microbatches import LossScale
+from hf_helix.engine.cut.microbatches import LossScale
 from hf_helix.integrations.trainer.checks import check_overrides
 from hf_helix.integrations.trainer.evaluation import check_outputs
 from hf_helix.integrations.trainer.stock import TrainerAttributes
 from hf_helix.integrations.trainer.trackers import check_trackers
 from hf_helix.integrations.upstream import overrides
-from hf_helix.models.batch_inputs import count_targets
+from hf_helix.models.stock.batch_inputs import count_targets
 from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_number, check_windows
 from hf_helix.runtime.distributed.contents import window_number
 from hf_helix.runtime.distributed.mesh import rank

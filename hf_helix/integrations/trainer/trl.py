@@ -24,11 +24,11 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments, set_seed
 
 from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall
-from hf_helix.models.batch_inputs import count_targets
-from hf_helix.models.causal_lm import has_causal_head
-from hf_helix.models.model_code import has_head_beside, has_stock_loss
-from hf_helix.models.peft import base_of
+from hf_helix.models.derived.model_code import has_head_beside, has_stock_loss
 from hf_helix.models.registry import REGISTERED
+from hf_helix.models.stock.batch_inputs import count_targets
+from hf_helix.models.stock.causal_lm import has_causal_head
+from hf_helix.models.stock.peft import base_of
 from hf_helix.runtime.distributed.mesh import rank, world_size
 
 _MODULE = "trl.trainer.sft_trainer"

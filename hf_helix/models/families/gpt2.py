@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.models.gpt2.modeling_gpt2 import eager_attention_forward
 
-from hf_helix.models.family import Family, check_cuts
+from hf_helix.models.derived.family import Family, check_cuts
 from hf_helix.models.graph.attention import Attention, Heads, by_heads, causal_masks, declare_attention
 from hf_helix.models.graph.builder import Builder
-from hf_helix.operators.unit import Unit
+from hf_helix.operators.units.unit import Unit
 
 
 class GPT2(Family):

@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_helix.models.batch_inputs import SequenceCut
-from hf_helix.models.family import Family
+from hf_helix.models.derived.family import Family
 from hf_helix.models.graph.attention import (
     Attention,
     Heads,
@@ -22,9 +21,10 @@ from hf_helix.models.graph.attention import (
     like_embeddings,
 )
 from hf_helix.models.graph.builder import Builder
-from hf_helix.models.stock_modules import is_silu, rotate
+from hf_helix.models.stock.batch_inputs import SequenceCut
+from hf_helix.models.stock.stock_modules import is_silu, rotate
 from hf_helix.operators.explicit import GatedSilu
-from hf_helix.operators.unit import Unit
+from hf_helix.operators.units.unit import Unit
 
 
 class Llama(Family):

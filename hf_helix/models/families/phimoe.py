@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.families.llama import Llama
 from hf_helix.models.graph.attention import SlidingWindow
 from hf_helix.models.graph.balance import BALANCE, Balance, RouterRecord, add_part, balance_side_inputs
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.graph.experts import check_expert_count, declare_experts, expert_side_inputs
+from hf_helix.models.stock.batch_inputs import SequenceCut
 from hf_helix.operators.base import Tensors
-from hf_helix.operators.moe import COUNTED, RouterMeter
-from hf_helix.operators.unit import Unit
+from hf_helix.operators.experts.moe import COUNTED, RouterMeter
+from hf_helix.operators.units.unit import Unit
 
 
 class Phimoe(Llama):

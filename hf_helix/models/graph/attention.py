@@ -21,10 +21,10 @@ from transformers.models.gpt2.modeling_gpt2 import eager_attention_forward as gp
 from transformers.models.gpt_neox.modeling_gpt_neox import eager_attention_forward as gpt_neox_eager
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from hf_helix.models.alike import same_code
-from hf_helix.models.four_bit import value_dtype
 from hf_helix.models.graph.builder import Builder, Cut, Used
 from hf_helix.models.graph.context import ATTENTION, RING, TRANSFER
+from hf_helix.models.stock.alike import same_code
+from hf_helix.models.stock.four_bit import value_dtype
 from hf_helix.operators.attention.kernels import kernel_for
 from hf_helix.operators.attention.partial import AttentionKernel, AttentionMask, Exact
 from hf_helix.operators.attention.ring_attention import (
@@ -37,7 +37,7 @@ from hf_helix.operators.attention.ring_attention import (
 )
 from hf_helix.operators.attention.sinks import attend
 from hf_helix.operators.communication.collectives import AllGather
-from hf_helix.operators.param_shard import CUT_DIM_0
+from hf_helix.operators.parameters.param_shard import CUT_DIM_0
 
 SlidingWindow = int | None
 """The number of tokens that a token attends to, itself included; None for all before it."""

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel, __version__
 
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.experts import counted_in
-from hf_helix.models.peft import unwrapped
+from hf_helix.models.stock.peft import unwrapped
 from hf_helix.operators.base import Tensors
-from hf_helix.operators.moe import COUNTED, RouterMeter, counted_tokens
+from hf_helix.operators.experts.moe import COUNTED, RouterMeter, counted_tokens
 
 BALANCE = "balance"
 """The value that enters and leaves every unit."""

@@ -14,18 +14,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_helix.models.graph.context import GEMM, LIGHT, TRANSFER, LossTweaks, ParallelContext
-from hf_helix.models.peft import Unwrapped, unwrap_peft
-from hf_helix.models.stock_modules import is_rms_norm
+from hf_helix.models.stock.peft import Unwrapped, unwrap_peft
+from hf_helix.models.stock.stock_modules import is_rms_norm
 from hf_helix.operators.autograd_operator import Add, AutogradOperator, Dropout, SumOfParts, cast_for_matmul, compiled
 from hf_helix.operators.base import SplitComputation, TensorOperator, Tensors
 from hf_helix.operators.communication.collectives import AllGather, AllGatherReplicated, ReduceScatter
 from hf_helix.operators.communication.transport import Axis
+from hf_helix.operators.experts.moe import RouterMeter
 from hf_helix.operators.explicit import Explicit, RmsNorm
 from hf_helix.operators.linears.four_bit import FourBit
 from hf_helix.operators.linears.linear import Linear, Projection
-from hf_helix.operators.moe import RouterMeter
-from hf_helix.operators.param_shard import COPIED, COPIED_SUMMED, CUT_DIM_0, CUT_DIM_1, Placement, cut_bounds
-from hf_helix.operators.unit import Unit
+from hf_helix.operators.parameters.param_shard import COPIED, COPIED_SUMMED, CUT_DIM_0, CUT_DIM_1, Placement, cut_bounds
+from hf_helix.operators.units.unit import Unit
 from hf_helix.operators.vocabulary.head import Deferred, HeadInTiles
 from hf_helix.operators.vocabulary.lookup import lookup, noisy
 from hf_helix.operators.vocabulary.loss import TokenStatistics, cross_entropy

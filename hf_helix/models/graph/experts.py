@@ -1,7 +1,7 @@
 """The experts of a layer: tokens to the ranks with their chosen experts, through the experts, and back.
 
 In:   tokens, weights and choices of a router, and a Transformers module of fused experts.
-Out:  the operators of `hf_helix.operators.moe`, in order; the name of the weighted sums.
+Out:  the operators of `hf_helix.operators.experts.moe`, in order; the name of the weighted sums.
 Must hold: with one rank nothing communicates; with a capacity nothing depends on the number of rows. The module's own
 `forward` proves the form of its experts, on a copy with few experts and small random weights: code with any other
 computation, patched code included, is refused. The module is never touched.
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import GEMM, TRANSFER, ParallelContext
+from hf_helix.models.stock.batch_inputs import SequenceCut
 from hf_helix.operators.base import TensorOperator
-from hf_helix.operators.linears.grouped_linear import GroupedLinear
-from hf_helix.operators.moe import (
+from hf_helix.operators.experts.grouped_linear import GroupedLinear
+from hf_helix.operators.experts.moe import (
     COUNTED,
     SHARD_TOKENS,
     AllToAll,
@@ -34,7 +34,7 @@ from hf_helix.operators.moe import (
     Unpermute,
     UnpermuteFromCapacity,
 )
-from hf_helix.operators.param_shard import CUT_EXPERTS
+from hf_helix.operators.parameters.param_shard import CUT_EXPERTS
 
 GATED, PLAIN, DOWN, NORM = "gate_up_proj", "up_proj", "down_proj", "post_expert_norm"
 

@@ -20,8 +20,8 @@ from hf_helix.models.lowering.segment_plan import BatchFirstSegment, LocalPositi
 from hf_helix.models.placement.value_placement import FULL, PARTIAL, SHARD, features_of, is_canonical, name_of
 from hf_helix.models.trace.opaque_calls import CallKind, OpaqueCall
 from hf_helix.models.trace.trace import BATCH, SEQUENCE, TOKEN_POSITIONS, Underivable, args_of
-from hf_helix.operators.moe import COUNTED, RouterMeter
-from hf_helix.operators.param_shard import Placement
+from hf_helix.operators.experts.moe import COUNTED, RouterMeter
+from hf_helix.operators.parameters.param_shard import Placement
 
 
 class ValueNames:

@@ -17,7 +17,7 @@ from hf_helix.models.lowering.mixers import Mixers
 from hf_helix.models.lowering.segment_plan import DropoutIn
 from hf_helix.models.placement.rules import SAME
 from hf_helix.models.placement.value_placement import COLUMN, FULL, PARTIAL, ROW, SHARD, dim_of, name_of
-from hf_helix.models.stock_modules import is_silu
+from hf_helix.models.stock.stock_modules import is_silu
 from hf_helix.models.trace.opaque_calls import MASK, CallKind, MaskOf, OpaqueCall, OtherMask
 from hf_helix.models.trace.trace import Underivable, args_of
 from hf_helix.operators.explicit import GatedSilu

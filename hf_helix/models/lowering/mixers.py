@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph.context import ATTENTION, HEADS, LIGHT, STATES, TRANSFER
 from hf_helix.models.lowering.experts import ValueNames
 from hf_helix.models.lowering.segment_plan import BatchFirstSegment
 from hf_helix.models.placement.value_placement import FREE, FULL, SHARD
+from hf_helix.models.stock.batch_inputs import SequenceCut
 from hf_helix.models.trace.mixers import MixerCall, hide_padding, shares_of
 from hf_helix.models.trace.opaque_calls import OpaqueCall
 from hf_helix.models.trace.trace import SEEN, Underivable, args_of

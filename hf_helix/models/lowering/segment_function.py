@@ -20,10 +20,10 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_helix.models.placement.rules import Placements
 from hf_helix.models.placement.value_placement import FREE, ValuePlacement, argument, bounds_of_slice, edges_of, name_of
-from hf_helix.models.stock_modules import normed, rotate
+from hf_helix.models.stock.stock_modules import normed, rotate
 from hf_helix.models.trace.opaque_calls import DTYPE, CallKind
 from hf_helix.models.trace.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of, reached
-from hf_helix.operators.param_shard import Placement, cut_bounds
+from hf_helix.operators.parameters.param_shard import Placement, cut_bounds
 from hf_helix.operators.torch_functions import is_tagged_elementwise
 
 META = torch.device("meta")

@@ -24,7 +24,7 @@ from hf_helix.models.placement.value_placement import FREE, PARTIAL, SHARD, Valu
 from hf_helix.models.trace.opaque_calls import CallKind
 from hf_helix.models.trace.trace import Underivable, args_of, has_value, is_tensor, reached
 from hf_helix.operators.base import Tensors
-from hf_helix.operators.moe import COUNTED
+from hf_helix.operators.experts.moe import COUNTED
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 from transformers.models.qwen3_next.modeling_qwen3_next import apply_mask_to_padding_states
 
-from hf_helix.models.alike import same_code
+from hf_helix.models.stock.alike import same_code
 from hf_helix.models.trace.opaque_calls import OPS, CallKind, OpaqueCalls, PaddingMask, names_of_code, replaced
 
 PACKAGES = ("flash-linear-attention", "fla-core", "mamba-ssm", "causal-conv1d", "kernels")

@@ -22,10 +22,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.pytorch_utils import Conv1D
 
-from hf_helix.models.alike import same_code
-from hf_helix.models.copies import copy_module
 from hf_helix.models.graph.experts import forward_arguments, is_experts
-from hf_helix.models.peft import is_plain_linear, unwrapped
+from hf_helix.models.stock.alike import same_code
+from hf_helix.models.stock.copies import copy_module
+from hf_helix.models.stock.peft import is_plain_linear, unwrapped
 from hf_helix.operators.attention.rope import Pair
 
 DTYPE = torch.bfloat16

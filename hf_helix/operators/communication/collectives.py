@@ -20,8 +20,6 @@ from torch import Tensor
 from hf_helix.operators.base import Communication, OperatorContext, Tensors, TransferFn
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.float8 import pack, unpack
-from hf_helix.operators.unit import Unit
-from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Part
 
 
@@ -207,10 +205,3 @@ class PipelineTransfer(Communication):
         for out in outputs:
             if out.numel():
                 self.channel.receive(out, forward)
-
-
-def transfer_unit(name: str, graphs: GraphPair, channel: P2PChannel, boundary: int, make_buffers: MakeBuffers) -> Unit:
-    """Returns the unit at an end of a channel with number `boundary`: `send` after stage `boundary`, or `receive`
-    before the next stage."""
-    transfer = PipelineTransfer(channel, boundary, make_buffers)
-    return Unit(label=f"{name}.{boundary}", graphs=graphs, operators={"transfer": transfer}, placements={})

@@ -1,1 +1,1 @@
-"""Linears with explicit input and weight gradients, low-rank adapters, and linears of experts."""
+"""Linears with explicit input and weight gradients, and low-rank adapters."""

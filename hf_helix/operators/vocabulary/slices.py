@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from hf_helix.operators.communication.transport import Axis
-from hf_helix.operators.param_shard import cut_bounds
+from hf_helix.operators.parameters.param_shard import cut_bounds
 from hf_helix.operators.vocabulary.statistics import (
     LOSS,
     gradient,

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_helix.operators.communication.transport import ReplicaAxes
-from hf_helix.operators.param_shard import EXPERTS, Placement
-from hf_helix.operators.unit import Unit
-from hf_helix.operators.zero.flat_parameter import FlatParameter
-from hf_helix.operators.zero.host_shard import HostLink
+from hf_helix.operators.parameters.flat_parameter import FlatParameter
+from hf_helix.operators.parameters.host_shard import HostLink
+from hf_helix.operators.parameters.param_shard import EXPERTS, Placement
+from hf_helix.operators.units.unit import Unit
 
 ShardAxes = Callable[[Placement], ReplicaAxes | None]
 """From the placement of a parameter to the axes over its replicas, which shard it; None if replicated."""

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_helix.operators.base import TransferFn
-from hf_helix.operators.unit import Unit
-from hf_helix.operators.zero.flat_parameter import FlatParameter
+from hf_helix.operators.parameters.flat_parameter import FlatParameter
+from hf_helix.operators.parameters.host_shard import HostLink
+from hf_helix.operators.units.unit import Unit
 from hf_helix.operators.zero.grouping import ShardAxes, make_flat_parameters
-from hf_helix.operators.zero.host_shard import HostLink
 
 
 @dataclass(eq=False)

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from hf_helix.operators.base import Communication, Method, OperatorContext, TensorOperator, Tensors, TransferFn
 from hf_helix.operators.communication.transport import ReplicaAxes
-from hf_helix.operators.param_shard import Placement
-from hf_helix.operators.unit import Unit
-from hf_helix.operators.zero.flat_parameter import FlatParameter
+from hf_helix.operators.parameters.flat_parameter import FlatParameter
+from hf_helix.operators.parameters.host_shard import HostLink
+from hf_helix.operators.parameters.param_shard import Placement
+from hf_helix.operators.units.unit import Unit
 from hf_helix.operators.zero.grouping import ShardAxes, make_flat_parameters
-from hf_helix.operators.zero.host_shard import HostLink
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
 

@@ -1,1 +1,1 @@
-"""Operator graphs: declared forward, derived backward, with recompute."""
+"""Operator graphs: declared forward, derived backward."""

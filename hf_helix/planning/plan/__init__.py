@@ -1,1 +1,1 @@
-"""Plans: orders of issue for the operators of a rank, and searches for a fast order."""
+"""Plans: orders of issue for the operators of a rank, searches for a fast order, the programs of ranks, predictions."""

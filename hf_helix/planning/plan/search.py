@@ -25,17 +25,17 @@ from typing import NamedTuple
 
 from hf_helix.config import AUTO
 from hf_helix.planning.annealing import anneal
+from hf_helix.planning.choice.scheduler import Scheduler
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.plan.bounds import bound
 from hf_helix.planning.plan.list_scheduler import EXTRA_LIVE_LAYERS, SLACK, ListScheduler, Priorities, Priority
+from hf_helix.planning.plan.repetition import Periodic
 from hf_helix.planning.schedule.actions import Action, Schedule, Slot, num_microbatches_of, without_microbatches
 from hf_helix.planning.schedule.named import build_schedule
-from hf_helix.planning.schedule.scheduler import Scheduler
 from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.layout import Layout, Name, named_operators, sub_layout
 from hf_helix.planning.window.passes import run_passes
-from hf_helix.planning.window.repetition import Periodic
 from hf_helix.planning.window.window import COMPUTE
 
 EFFORT = 1_800_000  # instructions ordered and simulated in one annealing, see `_Cost.effort`

@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: actions, placements, named schedules, checks, simulation, search."""
+"""Pipeline schedules as data: actions, placements of stages, named schedules, checks."""

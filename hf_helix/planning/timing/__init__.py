@@ -1,1 +1,1 @@
-"""Times: profiles of operators, the clock of simulated windows, and predictions."""
+"""Times: profiles of operators, with recompute; a cluster; the clock of simulated windows."""

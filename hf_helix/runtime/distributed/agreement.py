@@ -23,10 +23,10 @@ from torch import Tensor
 
 from hf_helix.planning.text import first_difference
 from hf_helix.runtime.distributed.contents import tensor_numbers, window_number
+from hf_helix.runtime.distributed.endings import describe, mark_remote_error
 from hf_helix.runtime.distributed.groups import broadcast_object, control_group
 from hf_helix.runtime.distributed.mesh import Mesh, forget_meshes, world_size
 from hf_helix.runtime.distributed.random_state import random_number
-from hf_helix.runtime.failures.endings import describe, mark_remote_error
 
 T = TypeVar("T")
 

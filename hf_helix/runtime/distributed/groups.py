@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hf_helix.runtime.environment import CTAS
+from hf_helix.runtime.distributed.environment import CTAS
 
 T = TypeVar("T")
 

@@ -29,9 +29,9 @@ from hf_helix.operators.communication.transport import (
     SilentTransport,
     Transport,
 )
-from hf_helix.operators.param_shard import EXPERTS, VOCABULARY, Placement
-from hf_helix.operators.zero.flat_parameter import FlatParameter
-from hf_helix.operators.zero.host_shard import HostLink
+from hf_helix.operators.parameters.flat_parameter import FlatParameter
+from hf_helix.operators.parameters.host_shard import HostLink
+from hf_helix.operators.parameters.param_shard import EXPERTS, VOCABULARY, Placement
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed import groups
 from hf_helix.runtime.distributed.pipe import Pipe, make_pipe

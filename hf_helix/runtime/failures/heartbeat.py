@@ -20,10 +20,9 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from hf_helix.runtime.distributed import agreement
+from hf_helix.runtime.distributed import agreement, endings
 from hf_helix.runtime.distributed.groups import wait_for_gloo
 from hf_helix.runtime.distributed.mesh import forget_meshes, world_size
-from hf_helix.runtime.failures import endings
 from hf_helix.runtime.failures.bounded_store import BoundedStore
 from hf_helix.runtime.failures.restarts import connect_store
 

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from hf_helix.operators.param_shard import Placement
-from hf_helix.operators.unit import Unit
-from hf_helix.operators.zero.flat_parameter import FlatParameter
+from hf_helix.operators.parameters.flat_parameter import FlatParameter
+from hf_helix.operators.parameters.param_shard import Placement
+from hf_helix.operators.units.unit import Unit
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.window.layout import GradientReduction, Layout
 from hf_helix.planning.window.passes import BUCKET_BYTES, fill_buckets

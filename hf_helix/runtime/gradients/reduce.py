@@ -22,16 +22,16 @@ from torch import Tensor, nn
 from hf_helix.operators.base import TransferFn
 from hf_helix.operators.communication.collectives import prepare_reduce_scatter
 from hf_helix.operators.communication.emulated_link import EmulatedLink, all_reduce
-from hf_helix.operators.param_shard import Placement
+from hf_helix.operators.parameters.flat_parameter import FlatParameter
+from hf_helix.operators.parameters.host_shard import OnHost, host_memory, on_host
+from hf_helix.operators.parameters.param_shard import Placement
 from hf_helix.operators.side_by_side import contiguous_view
-from hf_helix.operators.unit import Unit
-from hf_helix.operators.zero.flat_parameter import FlatParameter
-from hf_helix.operators.zero.host_shard import OnHost, host_memory, on_host
+from hf_helix.operators.units.unit import Unit
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.window.passes import MAX_COPIES
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.gradients.buckets import Bucket, gradient_buckets
-from hf_helix.runtime.streams import Event, Streams
+from hf_helix.runtime.streams.streams import Event, Streams
 
 
 class FlatParameterGradients:

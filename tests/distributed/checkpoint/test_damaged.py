@@ -18,7 +18,7 @@ from support.resume_jobs import make, run
 from hf_helix.checkpoint.plain_files import DamagedFile, fits, read_metadata, read_torch
 from hf_helix.checkpoint.training_state import load_states, save_states
 from hf_helix.checkpoint.whole import check_whole, with_remedy
-from hf_helix.operators.param_shard import Placement
+from hf_helix.operators.parameters.param_shard import Placement
 from hf_helix.runtime.local_parameters import LocalParameter
 
 JOB = "support.resume_jobs:"

@@ -29,7 +29,7 @@ from hf_helix.checkpoint import claims, files, manifest
 from hf_helix.checkpoint.manifest import describe_parameters
 from hf_helix.checkpoint.training_state import load_states, save_states
 from hf_helix.integrations.trainer.checkpoints import RUNNING
-from hf_helix.operators.param_shard import Placement
+from hf_helix.operators.parameters.param_shard import Placement
 from hf_helix.runtime.local_parameters import FlatShard, LocalParameter, local_parameters
 
 # -- what the ranks run ------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from hf_helix.checkpoint import files as safetensors_file
 from hf_helix.checkpoint.files import FileLayout, staged, write_box
 from hf_helix.measure.memory import LiveBytes
 from hf_helix.operators.communication.transport import Axis, SilentTransport
-from hf_helix.operators.param_shard import Placement
+from hf_helix.operators.parameters.param_shard import Placement
 from hf_helix.operators.zero.zero1 import zero1_flat_parameters
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.local_parameters import LocalParameter

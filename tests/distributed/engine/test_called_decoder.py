@@ -10,7 +10,7 @@ from support.models import tiny
 from torch.nn import functional
 
 from hf_helix import HelixConfig, HelixPlugin
-from hf_helix.engine.build import RunOptions
+from hf_helix.engine.cut.build import RunOptions
 from hf_helix.engine.engine import Engine
 from hf_helix.models.direct_use import Instead
 from hf_helix.models.graph.context import LossTweaks

@@ -12,8 +12,8 @@ from support.jobs import make_trainer
 from support.mistaken_families import WithoutSum
 
 from hf_helix.models import registry
+from hf_helix.models.derived.family import Family
 from hf_helix.models.families.llama import Llama
-from hf_helix.models.family import Family
 
 PROVEN = "LlamaForCausalLM: derived from the model; equal to the unsplit model at "
 

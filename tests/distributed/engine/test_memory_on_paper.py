@@ -14,7 +14,7 @@ from hf_helix.doctor.counting import amounts_of
 from hf_helix.doctor.memory import held_until_waited, memory_of_program
 from hf_helix.engine.synthetic import Workload
 from hf_helix.measure.memory import peak_bytes
-from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.timing.profile import rough_profile
 
 MICROBATCHES, BATCH, LENGTH = 3, 2, 128

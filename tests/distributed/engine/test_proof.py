@@ -17,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_helix import HelixConfig
 from hf_helix.engine.proof.prove import prove
 from hf_helix.models import registry
+from hf_helix.models.derived.family import Family
 from hf_helix.models.families.llama import Llama
-from hf_helix.models.family import Family
 from hf_helix.runtime.distributed.mesh import mesh_of
 
 

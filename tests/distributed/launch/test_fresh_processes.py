@@ -14,10 +14,10 @@ from support.simulated import case_of, cluster_with, on_meta
 from hf_helix.doctor.layouts import Ranking, Search
 from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.planning.plan.list_scheduler import Priorities
-from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.timing.profile_file import save_profile
-from hf_helix.runtime.environment import CONNECTIONS, LOADING
-from hf_helix.runtime.failures import endings
+from hf_helix.runtime.distributed import endings
+from hf_helix.runtime.distributed.environment import CONNECTIONS, LOADING
 
 
 def output_of(script: str, folder: Path = ROOT, **environment: str) -> str:
@@ -35,7 +35,7 @@ def test_plan_and_show_need_no_torch(tmp_path: Path) -> None:
     script = f"""
 import sys
 from hf_helix.planning.plan import search
-from hf_helix.planning.plan.baselines import dhelix
+from hf_helix.planning.rules import dhelix
 from hf_helix.cli import main
 search.EFFORT, dhelix.MAX_STATES = 20_000, 100
 for words in {commands}:

@@ -14,7 +14,7 @@ from support.models import llama
 from support.pipeline_jobs import make
 
 from hf_helix import HelixConfig, HelixPlugin
-from hf_helix.engine.microbatches import LossScale
+from hf_helix.engine.cut.microbatches import LossScale
 from hf_helix.operators.base import TransferFn
 from hf_helix.runtime.divided import full_of
 

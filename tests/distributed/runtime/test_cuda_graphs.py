@@ -22,9 +22,9 @@ from transformers import TrainingArguments
 from benchmarks.gpu.models import batches, on, targets, tiny
 from benchmarks.gpu.windows import engine_on, silent_mesh
 from hf_helix import HelixConfig, HelixTrainer
+from hf_helix.engine.cut.microbatches import LossScale
+from hf_helix.engine.cut.snapshot import Snapshot
 from hf_helix.engine.engine import Engine
-from hf_helix.engine.microbatches import LossScale
-from hf_helix.engine.snapshot import Snapshot
 from hf_helix.measure.overlap import measure_overlap
 from hf_helix.operators.communication.collectives import LaneChannel
 from hf_helix.operators.communication.transport import ProcessGroupTransport
@@ -33,7 +33,7 @@ from hf_helix.runtime import cuda_graphs as graphs
 from hf_helix.runtime.cuda_graphs import CapturedDraws, CudaRecorder, WindowGraphs
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.notices import say
-from hf_helix.runtime.streams import CudaStreams
+from hf_helix.runtime.streams.streams import CudaStreams
 from hf_helix.tuning.budget import Tier
 from hf_helix.tuning.tuner import tune
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from hf_helix.config import HelixConfig
 from hf_helix.models.graph.context import ParallelContext
-from hf_helix.operators.moe import SHARD_TOKENS
-from hf_helix.operators.param_shard import EXPERTS
+from hf_helix.operators.experts.moe import SHARD_TOKENS
+from hf_helix.operators.parameters.param_shard import EXPERTS
 from hf_helix.runtime.distributed.mesh import mesh_of
 
 FORMS = {

@@ -14,7 +14,7 @@ from hf_helix.engine.synthetic import Workload
 from hf_helix.planning.window.passes import MAX_COPIES
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.gradients.reduce import FlatParameterGradients
-from hf_helix.runtime.streams import CpuStreams, CudaStreams
+from hf_helix.runtime.streams.streams import CpuStreams, CudaStreams
 
 SHARDED: dict[str, Any] = {"shard_parameters": True}
 

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (it regis
 from hf_helix.config import HelixConfig
 from hf_helix.planning.timing.cluster import load_cluster, shipped_clusters
 from hf_helix.runtime.distributed import groups, mesh
-from hf_helix.runtime.environment import CTAS
+from hf_helix.runtime.distributed.environment import CTAS
 
 LAYOUTS = [
     {"tp_size": 2, "pp_size": 2, "cp_size": 2},

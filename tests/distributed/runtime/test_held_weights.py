@@ -12,12 +12,12 @@ from support.pipeline_trainer_jobs import buckets_of, with_buckets
 
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.list_scheduler import PriorityPlan
-from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.gradients.reduce import reduce_all_gradients
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.trace import Trace
+from hf_helix.runtime.streams.trace import Trace
 
 LAYERS, MICROBATCHES, LENGTHS = 3, 3, (16, 8, 12)
 SMALL = 8_000  # bytes of a bucket: a few parameters

@@ -17,7 +17,7 @@ from hf_helix.checkpoint.cut_parameters import full_parameter
 from hf_helix.config import HelixConfig
 from hf_helix.operators.communication.collectives import LaneChannel
 from hf_helix.operators.communication.transport import GlooTransport
-from hf_helix.operators.param_shard import Placement
+from hf_helix.operators.parameters.param_shard import Placement
 from hf_helix.runtime.distributed import groups, mesh
 
 # What the ranks run

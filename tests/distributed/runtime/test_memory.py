@@ -17,11 +17,11 @@ from support.pipeline_jobs import runner_of, trainer_of, window_of
 
 from hf_helix.measure.memory import memory_limit, operator_memory, peak_bytes
 from hf_helix.measure.operators import measure_profile
-from hf_helix.planning.plan.registry import make_plan
-from hf_helix.planning.schedule.memory import MemoryLimit, Passes
+from hf_helix.planning.choice.memory import MemoryLimit, Passes
+from hf_helix.planning.choice.scheduler import Scheduler, candidates
+from hf_helix.planning.choice.slot_clock import stage_costs
+from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.schedule.named import build_schedule
-from hf_helix.planning.schedule.scheduler import Scheduler, candidates
-from hf_helix.planning.schedule.slot_clock import stage_costs
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.runner import forget_gradients
 

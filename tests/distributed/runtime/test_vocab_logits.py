@@ -17,7 +17,7 @@ from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
 from hf_helix.integrations.trainer.references import cut_fused_head
 from hf_helix.operators.communication.transport import Axis, GlooTransport
-from hf_helix.operators.param_shard import Placement, cut_bounds
+from hf_helix.operators.parameters.param_shard import Placement, cut_bounds
 from hf_helix.operators.vocabulary import logits as vocab_logits
 from hf_helix.operators.vocabulary.log_probs import HeadOptions, vocab_log_probs
 from hf_helix.operators.vocabulary.logits import VocabLogits, divided_logits, summed_gradient

@@ -52,7 +52,7 @@ def test_traffic_is_that_of_the_formula(method: str, cp: int, cluster_of: Any, t
 
 
 def test_a_family_without_shared_attention_is_named() -> None:
-    from hf_helix.models.family import Family
+    from hf_helix.models.derived.family import Family
 
     class Plain(Family):
         def layer(self, b: Any, layer: Any) -> Any:

@@ -42,7 +42,7 @@ def train(
         given["compute_loss_func"] = lambda outputs, labels, num_items_in_batch=None: (
             outputs.logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:, None]).neg().mean()
         )
-    with mock.patch("hf_helix.engine.microbatches.logger") as logger:
+    with mock.patch("hf_helix.engine.cut.microbatches.logger") as logger:
         trainer = build(folder, helix, {**training, "use_cache": use_cache}, model=llama(num_hidden_layers=4), **given)
         trainer.train()
         evaluated = trainer.evaluate()["eval_loss"]

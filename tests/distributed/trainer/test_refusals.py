@@ -16,7 +16,7 @@ from support.models import arguments, llama, sequences, tiny
 from transformers import RwkvConfig, RwkvForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from hf_helix import HelixConfig, HelixPlugin, HelixTrainer, HelixTrainerMixin
-from hf_helix.engine.checks import check_placements
+from hf_helix.engine.cut.checks import check_placements
 from hf_helix.planning.schedule.actions import format_schedule
 from hf_helix.planning.schedule.named import build_schedule
 

@@ -19,7 +19,7 @@ from support.marks import slow
 from support.models import arguments, llama, sequences, tiny
 
 from hf_helix import HelixConfig, HelixTrainer
-from hf_helix.engine.microbatches import LossScale, WindowMaker
+from hf_helix.engine.cut.microbatches import LossScale, WindowMaker
 from hf_helix.operators.base import OperatorContext, explicit_gradients
 from hf_helix.runtime.divided import plain_parameters
 

@@ -20,7 +20,7 @@ from hf_helix.measure import cluster_file, device
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.cluster import load_cluster
 from hf_helix.runtime.distributed.mesh import forget_meshes, mesh_of
-from hf_helix.runtime.streams import make_streams
+from hf_helix.runtime.streams.streams import make_streams
 
 LEAST = {
     (device, "SIDES"): (32, 64),

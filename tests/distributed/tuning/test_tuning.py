@@ -13,7 +13,7 @@ from support.marks import slow
 from support.models import llama
 
 from hf_helix.cli import main
-from hf_helix.planning.plan.registry import load_plan, make_plan
+from hf_helix.planning.rules.registry import load_plan, make_plan
 from hf_helix.planning.timing.profile_file import load_profile
 from hf_helix.tuning import cache
 from hf_helix.tuning.budget import CANDIDATES, FULL

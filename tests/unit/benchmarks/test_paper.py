@@ -25,7 +25,7 @@ from benchmarks.paper.published import (
 from benchmarks.paper.runs import SEARCH, Runs
 from benchmarks.paper.throughput import errors, summary
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.plan.baselines.intra_batch import tile_profile
+from hf_helix.planning.rules.intra_batch import tile_profile
 
 PAGE = ROOT / "benchmarks" / "paper" / "README.md"
 

@@ -12,14 +12,14 @@ from hf_helix.cli import main
 from hf_helix.cli import plan as plan_command
 from hf_helix.cli import profile as profile_command
 from hf_helix.config import RULES
-from hf_helix.planning.graph.recompute import recompute_profile
+from hf_helix.planning.choice import auto
 from hf_helix.planning.plan import search
-from hf_helix.planning.plan.baselines import dhelix
-from hf_helix.planning.plan.registry import load_plan, make_plan
-from hf_helix.planning.schedule import auto
+from hf_helix.planning.plan.predict import predict
+from hf_helix.planning.rules import dhelix
+from hf_helix.planning.rules.registry import load_plan, make_plan
 from hf_helix.planning.schedule.named import build_schedule
-from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile_file import save_profile
+from hf_helix.planning.timing.recompute import recompute_profile
 
 MESH = {"tp_size": 2, "pp_size": 1}
 

@@ -19,7 +19,7 @@ from hf_helix.cli.options import length, parse_count
 from hf_helix.cli.simulate import SimulateCommand
 from hf_helix.config import HelixConfig
 from hf_helix.planning.plan import search
-from hf_helix.planning.plan.baselines import dhelix
+from hf_helix.planning.rules import dhelix
 
 TINY = ROOT / "recipes" / "models" / "tiny-llama"
 

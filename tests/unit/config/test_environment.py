@@ -9,8 +9,14 @@ import torch
 from hf_helix import HelixPlugin
 from hf_helix.integrations.accelerate.checks import launch_problems
 from hf_helix.integrations.accelerate.plugin import launch_options
-from hf_helix.runtime import environment
-from hf_helix.runtime.environment import CONNECTIONS, LOADING, check_environment, load_eagerly, set_connections
+from hf_helix.runtime.distributed import environment
+from hf_helix.runtime.distributed.environment import (
+    CONNECTIONS,
+    LOADING,
+    check_environment,
+    load_eagerly,
+    set_connections,
+)
 
 CUDA = torch.device("cuda", 0)
 

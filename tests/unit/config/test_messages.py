@@ -9,8 +9,8 @@ from support.models import llama, tiny
 from torch import nn
 
 from hf_helix import HelixConfig
-from hf_helix.engine import checks
-from hf_helix.engine.checks import check_sizes, warn_bf16_weights
+from hf_helix.engine.cut import checks
+from hf_helix.engine.cut.checks import check_sizes, warn_bf16_weights
 
 
 @pytest.mark.parametrize(

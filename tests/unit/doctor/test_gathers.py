@@ -18,13 +18,13 @@ from hf_helix.doctor.reductions import (
 )
 from hf_helix.doctor.step import layout_of, profile_of, simulate_step
 from hf_helix.doctor.window import Fidelity
+from hf_helix.planning.choice.scheduler import Scheduler
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.plan.registry import make_plan
-from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.plan.program import build_program
+from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.sizes import Sizes
 from hf_helix.planning.window.layout import named_operators
-from hf_helix.planning.window.program import build_program
 
 CLUSTER = cluster_with(
     nodes=2,

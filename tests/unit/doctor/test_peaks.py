@@ -13,9 +13,9 @@ from hf_helix.doctor.amounts.records import Amounts
 from hf_helix.doctor.memory import Peak, held_until_over, held_until_waited, memory_of_program, peaks_of_schedules
 from hf_helix.doctor.reductions import gradient_sums
 from hf_helix.doctor.step import layout_of
+from hf_helix.planning.choice.scheduler import Scheduler
 from hf_helix.planning.graph.operator import Kind, Operator
-from hf_helix.planning.plan.registry import make_plan
-from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION, Instruction
 

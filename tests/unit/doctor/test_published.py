@@ -17,8 +17,8 @@ from hf_helix.doctor.counting import check_cut, kinds_of
 from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.engine.proof.prove import Subject
 from hf_helix.engine.synthetic import model_on_meta
-from hf_helix.models.causal_lm import read_config
-from hf_helix.models.census import read_census
+from hf_helix.models.stock.causal_lm import read_config
+from hf_helix.models.stock.census import read_census
 from hf_helix.planning.timing.cluster import load_cluster
 from hf_helix.planning.timing.sizes import Sizes
 

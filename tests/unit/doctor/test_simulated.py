@@ -11,7 +11,7 @@ from hf_helix.config import HelixConfig
 from hf_helix.doctor.amounts.amounts import simulated_mesh
 from hf_helix.doctor.counting import kinds_of
 from hf_helix.doctor.simulated import SimulatedModel
-from hf_helix.engine.build import declare
+from hf_helix.engine.cut.build import declare
 from hf_helix.models.families.llama import Llama
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.window.layout import named_operators

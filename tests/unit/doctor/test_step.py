@@ -10,9 +10,9 @@ from support.simulated import LLAMA, case_of, cluster_with, on_meta
 from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.doctor.step import is_replayed, layout_of, simulate_step
 from hf_helix.doctor.window import Fidelity
+from hf_helix.planning.choice import auto
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.plan.baselines import dhelix
-from hf_helix.planning.schedule import auto
+from hf_helix.planning.rules import dhelix
 from hf_helix.planning.timing.cluster import Cluster
 
 # A network on which communication takes about as long as computation.

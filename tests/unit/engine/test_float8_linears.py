@@ -9,11 +9,11 @@ from support.models import tiny
 from transformers import AfmoeForCausalLM
 
 from hf_helix.config import HelixConfig
-from hf_helix.engine.build import declare
-from hf_helix.engine.float8 import check_float8, describe_float8
-from hf_helix.models.peft import base_of
+from hf_helix.engine.cut.build import declare
+from hf_helix.engine.cut.float8 import check_float8, describe_float8
 from hf_helix.models.registry import family_of
 from hf_helix.models.small_config import default_config
+from hf_helix.models.stock.peft import base_of
 from hf_helix.runtime.distributed.mesh import mesh_of
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}

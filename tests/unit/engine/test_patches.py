@@ -13,7 +13,7 @@ from transformers.models.smollm3.modeling_smollm3 import SmolLM3MLP
 
 from hf_helix.engine.proof.first_use import carry_patches
 from hf_helix.engine.proof.prove import Subject
-from hf_helix.models.copies import copy_module
+from hf_helix.models.stock.copies import copy_module
 
 IDS = torch.arange(1, 9).unsqueeze(0)
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}

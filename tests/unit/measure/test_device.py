@@ -20,7 +20,7 @@ from hf_helix.measure.cluster_file import (
 )
 from hf_helix.measure.device import HEAD_SIZE, HEADS, attention_work
 from hf_helix.planning.timing.cluster import Cluster, parse_cluster
-from hf_helix.runtime.streams import CpuStreams
+from hf_helix.runtime.streams.streams import CpuStreams
 
 
 def cluster_of(device: dict[str, Any], node: dict[str, Any], ranks: int = 4) -> Cluster:

@@ -26,8 +26,8 @@ from hf_helix.planning.window.layout import named_operators, named_per_step
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.gradients import reduce
-from hf_helix.runtime.streams import CudaStreams, stream_name
-from hf_helix.runtime.trace import Span
+from hf_helix.runtime.streams.streams import CudaStreams, stream_name
+from hf_helix.runtime.streams.trace import Span
 
 LAUNCHING, COMPUTATION, COLLECTIVE = 1e-4, 1e-5, 4e-5  # seconds: of the host, of the device
 CYCLES = 2e9  # of the GPU in a second

@@ -12,7 +12,9 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_helix.models.batch_inputs import (
+from hf_helix.models.graph.attention import Attention, causal_masks, like_embeddings
+from hf_helix.models.registry import family_of
+from hf_helix.models.stock.batch_inputs import (
     FORM,
     LOSS_ALONE,
     Form,
@@ -23,8 +25,6 @@ from hf_helix.models.batch_inputs import (
     forms_of,
     starts_of,
 )
-from hf_helix.models.graph.attention import Attention, causal_masks, like_embeddings
-from hf_helix.models.registry import family_of
 
 IDS = torch.arange(16).view(2, 8)
 PACKED = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 4, 5, 6, 7]])

@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import LossTweaks, ParallelContext
-from hf_helix.operators.param_shard import COPIED, COPIED_SUMMED, Placement
+from hf_helix.operators.parameters.param_shard import COPIED, COPIED_SUMMED, Placement
 
 
 class Block(nn.Module):

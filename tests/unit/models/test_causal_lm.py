@@ -25,8 +25,8 @@ from transformers import (
     T5Config,
 )
 
-from hf_helix.models.causal_lm import build_causal_lm, check_head, text_part
 from hf_helix.models.registry import family_of
+from hf_helix.models.stock.causal_lm import build_causal_lm, check_head, text_part
 
 SMALL = {"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 16}
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from hf_helix.cli import main
-from hf_helix.models.causal_lm import causal_lm_classes
-from hf_helix.models.census import (
+from hf_helix.models.stock.causal_lm import causal_lm_classes
+from hf_helix.models.stock.census import (
     FAILED,
     INSTEAD,
     PROVEN,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from support.models import tiny
 
-from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
+from hf_helix.models.stock.batch_inputs import SequenceCut
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.planning.graph.operator import Kind
 

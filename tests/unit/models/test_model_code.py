@@ -21,9 +21,9 @@ from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
-from hf_helix.models.alike import description
 from hf_helix.models.registry import family_of
 from hf_helix.models.small_config import default_config
+from hf_helix.models.stock.alike import description
 
 IDS = torch.arange(1, 9).unsqueeze(0)
 

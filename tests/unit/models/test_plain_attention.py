@@ -19,8 +19,8 @@ from transformers.models.llama.modeling_llama import eager_attention_forward as 
 from transformers.models.mistral.modeling_mistral import eager_attention_forward as mistral_eager
 from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward as qwen3_eager
 
-from hf_helix.models.alike import same_code
 from hf_helix.models.graph.attention import is_plain_attention
+from hf_helix.models.stock.alike import same_code
 
 MODELS = Path(transformers.__file__).parent / "models"
 FUNCTION = r"^def {}\(.*?(?=^[^\s)])"

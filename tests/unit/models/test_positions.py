@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from hf_helix.engine.proof.prove import Subject
-from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.registry import family_of
+from hf_helix.models.stock.batch_inputs import SequenceCut
 from hf_helix.models.trace.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given
 
 MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]])

@@ -16,8 +16,8 @@ from transformers import (
     Qwen2MoeConfig,
 )
 
-from hf_helix.models.causal_lm import causal_lm_classes
 from hf_helix.models.small_config import default_config, small_config
+from hf_helix.models.stock.causal_lm import causal_lm_classes
 
 SAMPLE = (
     *("LlamaForCausalLM", "GPT2LMHeadModel", "Gemma2ForCausalLM", "Gemma4ForCausalLM", "Phi3ForCausalLM"),

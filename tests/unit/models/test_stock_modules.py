@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_helix.models import stock_modules
-from hf_helix.models.stock_modules import is_rms_norm, normed, rms_norm
+from hf_helix.models.stock import stock_modules
+from hf_helix.models.stock.stock_modules import is_rms_norm, normed, rms_norm
 
 
 def run(function: Callable[[Tensor], Tensor], value: Tensor, direction: Tensor, weight: nn.Parameter) -> list[Tensor]:

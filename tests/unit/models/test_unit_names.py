@@ -2,8 +2,8 @@
 
 from support.graphs import compute, pair
 
-from hf_helix.models.family import number_distinct_graphs
-from hf_helix.operators.unit import Unit
+from hf_helix.models.derived.family import number_distinct_graphs
+from hf_helix.operators.units.unit import Unit
 
 
 def unit(name: str, operator: str) -> Unit:

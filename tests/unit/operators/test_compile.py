@@ -10,21 +10,21 @@ from support.models import tiny
 from torch._dynamo.utils import counters
 
 from hf_helix.config import HelixConfig
-from hf_helix.models import stock_modules
-from hf_helix.models.batch_inputs import SequenceCut
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
+from hf_helix.models.stock import stock_modules
+from hf_helix.models.stock.batch_inputs import SequenceCut
 from hf_helix.operators import autograd_operator
 from hf_helix.operators.vocabulary.loss import TokenStatistics
 from hf_helix.operators.vocabulary.statistics import CHUNK
-from hf_helix.planning.plan.registry import make_plan
-from hf_helix.planning.schedule.scheduler import Scheduler
+from hf_helix.planning.choice.scheduler import Scheduler
+from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.runtime.distributed.mesh import mesh_of
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.rank_units import place_units
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.streams import make_streams
+from hf_helix.runtime.streams.streams import make_streams
 
 LENGTHS = (12, 16, 9)
 """Of the micro-batches of a window: three shapes."""

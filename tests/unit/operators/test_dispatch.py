@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from hf_helix.operators.base import OperatorContext, explicit_gradients
 from hf_helix.operators.communication.transport import Axis, SilentTransport
-from hf_helix.operators.linears.grouped_linear import GroupedLinear
-from hf_helix.operators.moe import (
+from hf_helix.operators.experts.grouped_linear import GroupedLinear
+from hf_helix.operators.experts.moe import (
     COUNTED,
     SHARD_TOKENS,
     PermuteToCapacity,

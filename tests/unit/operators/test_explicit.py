@@ -10,7 +10,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_helix.models.graph.attention import by_heads
-from hf_helix.models.stock_modules import is_silu
+from hf_helix.models.stock.stock_modules import is_silu
 from hf_helix.operators.attention.rope import rotated
 from hf_helix.operators.autograd_operator import AutogradOperator
 from hf_helix.operators.base import OperatorContext, Precision, explicit_gradients

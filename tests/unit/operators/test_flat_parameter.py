@@ -11,8 +11,8 @@ from hf_helix.operators.base import OperatorContext, Precision, explicit_gradien
 from hf_helix.operators.communication.transport import Axis, Recorder, ReplicaAxes, SilentTransport
 from hf_helix.operators.linears.linear import Linear
 from hf_helix.operators.matmul_dtype import CastWeights
-from hf_helix.operators.param_shard import COPIED
-from hf_helix.operators.zero.flat_parameter import FlatParameter
+from hf_helix.operators.parameters.flat_parameter import FlatParameter
+from hf_helix.operators.parameters.param_shard import COPIED
 from hf_helix.operators.zero.grouping import make_flat_parameters
 from hf_helix.operators.zero.zero1 import Zero1FlatParameter
 from hf_helix.operators.zero.zero3 import casts_of, with_unsharded

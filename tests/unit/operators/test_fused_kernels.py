@@ -13,7 +13,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 
 from hf_helix.config import HelixConfig
 from hf_helix.doctor.counting import amounts_of
-from hf_helix.models.stock_modules import is_rms_norm
+from hf_helix.models.stock.stock_modules import is_rms_norm
 from hf_helix.operators.attention.rope import rotated
 from hf_helix.operators.autograd_operator import AutogradOperator
 from hf_helix.operators.base import OperatorContext, Precision, explicit_gradients

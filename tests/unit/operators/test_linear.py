@@ -10,7 +10,7 @@ from peft.tuners.lora import Linear as Adapted
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_helix.models.peft import unwrap_peft
+from hf_helix.models.stock.peft import unwrap_peft
 from hf_helix.operators.base import OperatorContext
 from hf_helix.operators.linears.linear import SMALL, Linear
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_helix.operators.base import OperatorContext, Precision, explicit_gradients
-from hf_helix.operators.linears.grouped_linear import GroupedLinear
+from hf_helix.operators.experts.grouped_linear import GroupedLinear
 from hf_helix.operators.linears.linear import Linear
 from hf_helix.operators.matmul_dtype import CastWeights
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_helix.operators.param_shard import Placement, cut_bounds
+from hf_helix.operators.parameters.param_shard import Placement, cut_bounds
 
 
 @given(length=st.integers(0, 10_000), size=st.integers(1, 64))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_helix.models.batch_inputs import documents_of
+from hf_helix.models.stock.batch_inputs import documents_of
 from hf_helix.operators.attention.kernels import kernel_for
 from hf_helix.operators.attention.partial import AttentionKernel, Exact, FirstOf, TorchCpu
 from hf_helix.operators.attention.ring_attention import (

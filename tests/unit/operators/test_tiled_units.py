@@ -14,7 +14,7 @@ from hf_helix.operators.base import OperatorContext
 from hf_helix.operators.communication.collectives import AllGather, AllGatherReplicated, ReduceScatter
 from hf_helix.operators.communication.transport import Axis, Recorder, SilentTransport
 from hf_helix.planning.graph.operator import Part
-from hf_helix.planning.plan.baselines.intra_batch import tile_graph, tile_pair
+from hf_helix.planning.rules.intra_batch import tile_graph, tile_pair
 from hf_helix.runtime.intra_batch import TileTransfer, cut_rows, join_rows, tile_unit, tile_units
 from hf_helix.runtime.rank_units import place_units
 

@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_helix.operators.base import OperatorContext, explicit_gradients
-from hf_helix.operators.param_shard import cut_bounds
+from hf_helix.operators.parameters.param_shard import cut_bounds
 from hf_helix.operators.vocabulary.lookup import embedding
 from hf_helix.operators.vocabulary.loss import IGNORED, TokenStatistics, cross_entropy
 from hf_helix.operators.vocabulary.statistics import CHUNK

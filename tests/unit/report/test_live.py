@@ -8,7 +8,7 @@ import pytest
 from hf_helix.measure.overlap import Overlap
 from hf_helix.planning.timing.token_flops import TokenFlops
 from hf_helix.report.live import LiveScore, short_entries
-from hf_helix.runtime.trace import Span, Trace
+from hf_helix.runtime.streams.trace import Span, Trace
 
 FLOPS = TokenFlops(linear=2e9, attention_per_length=1e6)  # at 1000 tokens: 2.5 causal and 3 full GFLOP a token
 

@@ -18,10 +18,10 @@ from hf_helix.cli import main
 from hf_helix.doctor.page import layouts_part, memory_of_run, step_parts
 from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.doctor.step import profile_of, simulate_step
-from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.choice.scheduler import simulate_layers
+from hf_helix.planning.plan.predict import Prediction
+from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.schedule.named import build_schedule
-from hf_helix.planning.schedule.scheduler import simulate_layers
-from hf_helix.planning.timing.predict import Prediction
 from hf_helix.planning.timing.profile_file import save_profile
 from hf_helix.report.page import colours_of_parts, pipeline_part, plan_parts, stacked, window_part, write_page
 from hf_helix.report.timeline import bars_of_timeline

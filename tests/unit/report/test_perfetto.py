@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from hf_helix.report.perfetto import perfetto_json, write_perfetto
-from hf_helix.runtime.trace import Span
+from hf_helix.runtime.streams.trace import Span
 
 SPANS = [
     Span("intra_node", "F3.layers.0.mlp.gather", 10.001, 10.004),

@@ -2,10 +2,10 @@
 
 import pytest
 
+from hf_helix.planning.choice.slot_clock import Costs, Simulated, simulate_schedule
 from hf_helix.planning.schedule.actions import parse_schedule
 from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.schedule.placement import stage_ranks
-from hf_helix.planning.schedule.slot_clock import Costs, Simulated, simulate_schedule
 from hf_helix.report.timeline import text_pipeline
 
 

@@ -8,7 +8,7 @@ import pytest
 from support.profiles import MODEL, tiny_profile
 
 from hf_helix.cli import main
-from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.timing.profile_file import save_profile
 from hf_helix.report.strands import Strip, draw_strips, strips_of_plans, text_strips
 

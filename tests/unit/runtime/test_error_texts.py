@@ -12,7 +12,7 @@ import pytest
 from hf_helix.checkpoint.manifest import NAME
 from hf_helix.config import HelixConfig
 from hf_helix.integrations.trainer.decisions import describe_stop
-from hf_helix.runtime.failures import endings
+from hf_helix.runtime.distributed import endings
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ from hf_helix.config import HelixConfig
 from hf_helix.engine.synthetic import Workload
 from hf_helix.operators import autograd_operator
 from hf_helix.operators.base import Precision
-from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.plan.program import Program
+from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION
-from hf_helix.planning.window.program import Program
 from hf_helix.runtime import executor
 from hf_helix.runtime.executor import MAX_PROGRAMS, Executor, no_sources
-from hf_helix.runtime.streams import CpuStreams
+from hf_helix.runtime.streams.streams import CpuStreams
 
 
 def test_backward_runs_in_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:

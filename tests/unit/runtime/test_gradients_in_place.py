@@ -11,13 +11,13 @@ from support.units import unit_of
 from torch import Tensor, nn
 
 from hf_helix.operators.communication.transport import Axis, SilentTransport
-from hf_helix.operators.param_shard import COPIED, CUT_DIM_0
-from hf_helix.operators.zero.flat_parameter import FlatParameter
+from hf_helix.operators.parameters.flat_parameter import FlatParameter
+from hf_helix.operators.parameters.param_shard import COPIED, CUT_DIM_0
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.gradients import buckets
 from hf_helix.runtime.gradients import reduce as gradients
-from hf_helix.runtime.streams import CpuStreams, Event
+from hf_helix.runtime.streams.streams import CpuStreams, Event
 
 RANKS = 2
 

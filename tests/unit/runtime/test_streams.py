@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.runtime.streams import CpuStreams, Streams, make_streams
-from hf_helix.runtime.trace import Trace
+from hf_helix.runtime.streams.streams import CpuStreams, Streams, make_streams
+from hf_helix.runtime.streams.trace import Trace
 
 LONG = 20.0
 NEAR, FAR = [kind for kind in Kind if kind.communicates][:2]

@@ -9,7 +9,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_helix.runtime.trace import Span, Trace, merge
+from hf_helix.runtime.streams.trace import Span, Trace, merge
 
 LENGTH = 40
 intervals = st.tuples(st.integers(0, LENGTH), st.integers(0, LENGTH)).map(lambda pair: tuple(sorted(pair)))

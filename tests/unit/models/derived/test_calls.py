@@ -5,9 +5,9 @@ import torch
 import transformers
 from support.marks import slow
 
-from hf_helix.models.census import read_census
 from hf_helix.models.registry import family_of
 from hf_helix.models.small_config import default_config
+from hf_helix.models.stock.census import read_census
 
 DEEP = 6
 """More layers than proofs have: code that takes the first of what a layer returns must not take rows of a tensor."""

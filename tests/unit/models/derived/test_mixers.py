@@ -13,15 +13,15 @@ from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.nemotron_h import modeling_nemotron_h
 
 from hf_helix.config import HelixConfig
-from hf_helix.engine.microbatches import LossScale, WindowMaker
-from hf_helix.models.batch_inputs import SequenceCut
+from hf_helix.engine.cut.microbatches import LossScale, WindowMaker
 from hf_helix.models.graph.context import ATTENTION, ParallelContext
 from hf_helix.models.registry import family_of
+from hf_helix.models.stock.batch_inputs import SequenceCut
 from hf_helix.models.trace.mixers import hide_padding, shares_of
 from hf_helix.operators.communication.collectives import AllGather, Exchange
 from hf_helix.operators.communication.transport import Axis, SilentTransport
-from hf_helix.operators.param_shard import COPIED_SUMMED, Placement
-from hf_helix.operators.unit import Unit
+from hf_helix.operators.parameters.param_shard import COPIED_SUMMED, Placement
+from hf_helix.operators.units.unit import Unit
 from hf_helix.runtime.distributed.mesh import mesh_of
 
 

@@ -9,15 +9,15 @@ from support.programs import build_programs
 from hf_helix.config import RULES
 from hf_helix.planning.graph.backward import GraphPair, derive_backward
 from hf_helix.planning.graph.operator import Graph, Part
-from hf_helix.planning.graph.recompute import recomputed
 from hf_helix.planning.plan import search
-from hf_helix.planning.plan.baselines.intra_batch import tile_pair
 from hf_helix.planning.plan.precedence import activation_memory, shares_of
-from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.plan.program import validate_program
+from hf_helix.planning.rules.intra_batch import tile_pair
+from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.schedule.named import build_schedule
 from hf_helix.planning.timing.profile import rough_profile
+from hf_helix.planning.timing.recompute import recomputed
 from hf_helix.planning.window.layout import named_operators
-from hf_helix.planning.window.program import validate_program
 from hf_helix.planning.window.window import pattern_of
 
 LINEARS = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")

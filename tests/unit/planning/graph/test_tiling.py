@@ -27,8 +27,8 @@ from support.graphs import (
 
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Part
-from hf_helix.planning.plan.baselines.intra_batch import IntraBatchPlan, sites, tile_graph, tile_pair, tile_profile
 from hf_helix.planning.plan.block_plan import validate_order
+from hf_helix.planning.rules.intra_batch import IntraBatchPlan, sites, tile_graph, tile_pair, tile_profile
 from hf_helix.planning.timing.profile import Pair
 
 TILES = [2, 3, 4]

@@ -29,11 +29,11 @@ from support.programs import build_programs
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Operator, Part
 from hf_helix.planning.plan.list_scheduler import Priorities
+from hf_helix.planning.plan.program import validate_program
 from hf_helix.planning.plan.search import greedy
 from hf_helix.planning.schedule.actions import Action, Schedule, Slot
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Layout
-from hf_helix.planning.window.program import validate_program
 
 
 def flow_of(layout: Layout, seed: int, extra_live_layers: int = 1) -> Priorities:

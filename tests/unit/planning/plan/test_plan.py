@@ -31,7 +31,7 @@ from hf_helix.planning.graph.operator import Graph, Operator, Part
 from hf_helix.planning.plan.block_plan import BARRIER, Block, BlockPlan, all_blocks, entries, sequential, validate_order
 from hf_helix.planning.plan.list_scheduler import Priorities, PriorityPlan
 from hf_helix.planning.plan.plan import Plan, graphs_digest
-from hf_helix.planning.plan.registry import NEED_PROFILE, OF_BLOCKS, ONE_STRAND, load_plan, make_plan, parse_plan
+from hf_helix.planning.rules.registry import NEED_PROFILE, OF_BLOCKS, ONE_STRAND, load_plan, make_plan, parse_plan
 from hf_helix.planning.text import first_difference
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.planning.window.layout import Layout

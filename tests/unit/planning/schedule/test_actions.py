@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from support.schedules import every_name, every_size, text
 
+from hf_helix.planning.choice.scheduler import load_schedule
 from hf_helix.planning.schedule.actions import Action, Slot, format_schedule, parse_schedule, without_microbatches
 from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule, folded_1f1b
 from hf_helix.planning.schedule.placement import stage_ranks
-from hf_helix.planning.schedule.scheduler import load_schedule
 from hf_helix.planning.schedule.validate import validate
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from support.schedules import every_name, oracle_can_run, parsed, text
 
+from hf_helix.planning.choice.scheduler import load_schedule, placement_of
 from hf_helix.planning.schedule.actions import Schedule, Slot, format_schedule, num_microbatches_of
 from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule, folded_1f1b
 from hf_helix.planning.schedule.placement import FOLD, LINEAR, stage_ranks
-from hf_helix.planning.schedule.scheduler import load_schedule, placement_of
 from hf_helix.planning.schedule.validate import validate
 
 

@@ -10,12 +10,13 @@ from support.programs import build_programs
 
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.plan import search as searching
-from hf_helix.planning.plan.baselines.intra_batch import tile_profile
 from hf_helix.planning.plan.bounds import lower_bound
 from hf_helix.planning.plan.plan import Plan
-from hf_helix.planning.plan.registry import make_plan, parse_plan
+from hf_helix.planning.plan.predict import predict
+from hf_helix.planning.plan.program import build_program, validate_program
 from hf_helix.planning.plan.search import defer_weight_gradients, greedy
-from hf_helix.planning.timing.predict import predict
+from hf_helix.planning.rules.intra_batch import tile_profile
+from hf_helix.planning.rules.registry import make_plan, parse_plan
 from hf_helix.planning.timing.profile import EMULATED_LINK, REDUCTIONS_OVER, Profile, rough_profile
 from hf_helix.planning.timing.profile_file import load_profile, save_profile
 from hf_helix.planning.window.layout import (
@@ -23,7 +24,6 @@ from hf_helix.planning.window.layout import (
     Layout,
     WeightGather,
 )
-from hf_helix.planning.window.program import build_program, validate_program
 from hf_helix.planning.window.window import COMPUTE, Window
 
 LAYERS = 8

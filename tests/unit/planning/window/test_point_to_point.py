@@ -25,21 +25,21 @@ from support.graphs import (
 from support.marks import slow
 from support.programs import build_programs
 
+from hf_helix.planning.choice import auto
+from hf_helix.planning.choice.auto import choose_schedule
+from hf_helix.planning.choice.slot_clock import Costs
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.plan.list_scheduler import Priorities
 from hf_helix.planning.plan.plan import Plan
-from hf_helix.planning.plan.registry import make_plan
 from hf_helix.planning.plan.search import greedy, search
-from hf_helix.planning.schedule import auto
+from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.schedule.actions import Schedule
-from hf_helix.planning.schedule.auto import choose_schedule
 from hf_helix.planning.schedule.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.schedule.placement import FOLD, stage_ranks
-from hf_helix.planning.schedule.slot_clock import Costs
 from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.window.instructions import Instruction, transfer_key
 from hf_helix.planning.window.layout import Layout
-from hf_helix.runtime.streams import CudaStreams
+from hf_helix.runtime.streams.streams import CudaStreams
 
 Way = tuple[int, int, bool]
 """The rank that sends, the one that receives, whether it is of a backward pass."""
@@ -187,7 +187,7 @@ def test_when_a_receive_is_issued_changes_no_prediction(schedule: str, plan: str
 def test_early_receives_could_hang(schedule: str) -> None:
     """Where the host waits for the device, to load a kernel or to free memory: a receive that waits keeps the device
     busy. With late ones, `folded_1f1b` and `1f1b` go on even so. In the others it may be a send that waits, which is
-    why pipelines load all kernels at start (`hf_helix.runtime.environment`).
+    why pipelines load all kernels at start (`hf_helix.runtime.distributed.environment`).
     """
     layout, made = pipeline(schedule, 2, 5)
     plan = planned("sequential", layout, made)

@@ -10,18 +10,18 @@ from support.programs import build_programs
 
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Kind, Operator, Part
-from hf_helix.planning.graph.recompute import recomputed
-from hf_helix.planning.plan.registry import make_plan
+from hf_helix.planning.plan.predict import predict
+from hf_helix.planning.plan.program import build_program, validate_program
+from hf_helix.planning.plan.repetition import order_window
+from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.schedule.actions import Action, Schedule, Slot
 from hf_helix.planning.schedule.named import build_schedule
 from hf_helix.planning.schedule.placement import FOLD, stage_ranks
 from hf_helix.planning.timing.operator_clock import simulate
-from hf_helix.planning.timing.predict import predict
 from hf_helix.planning.timing.profile_file import graph_data, graph_from
+from hf_helix.planning.timing.recompute import recomputed
 from hf_helix.planning.window.instructions import Instruction, pass_instructions, unit_instructions
 from hf_helix.planning.window.layout import Key, Layout, named_operators
-from hf_helix.planning.window.program import build_program, validate_program
-from hf_helix.planning.window.repetition import order_window
 from hf_helix.planning.window.window import COMPUTE, Window
 
 READ = {"weights": ("weights",), "dgrad_weights": ("weights",)}

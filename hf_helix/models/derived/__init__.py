@@ -1,0 +1,1 @@
+"""Families of decoders: the base class, derivation from the model's own code, towers."""

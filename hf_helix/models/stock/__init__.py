@@ -1,0 +1,1 @@
+"""Facts about the classes of Transformers and PEFT: batches, wrapped modules, copies, the census."""

@@ -1,0 +1,1 @@
+"""Experts: routing, exchange of tokens, and linears of experts."""

@@ -1,0 +1,1 @@
+"""Parameters on ranks: cuts along a dimension, flat parameters, and shards on the host."""

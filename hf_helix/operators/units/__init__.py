@@ -1,0 +1,1 @@
+"""Units: the operators of a decoder layer, the embedding or the head."""

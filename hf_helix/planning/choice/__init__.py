@@ -1,0 +1,1 @@
+"""Choice of a schedule: simulated slots, memory, search; the scheduler of a run."""
