@@ -103,6 +103,7 @@ MENTIONED: dict[str, str] = {
     "accelerate.accelerator:Accelerator.__init__": "_schedulers _optimizers",
     "transformers.integrations.integration_utils:WandbCallback.__init__": "_log_model",
     "accelerate.hooks:add_hook_to_module": "_hf_hook",
+    "trl.trainer.dpo_trainer:DPOTrainer.__init__": "_tp_size",
     "peft.tuners.lora:LoraLayer.__init__": "lora_A lora_B lora_embedding_A lora_embedding_B lora_dropout scaling "
     "lora_variant merged_adapters",
     "peft.utils.other:ModulesToSaveWrapper.init_modules": "modules_to_save",

@@ -45,6 +45,7 @@ from hf_helix.integrations.trainer.training_step import WindowHooks
 from hf_helix.integrations.trainer.trl import (
     StockSFTTrainer,
     count_batches_once,
+    count_tokens_once,
     gathering_once,
     has_own_loss,
     is_online,
@@ -149,6 +150,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         self._loss_function = call.get("compute_loss_func")
         precompute_on_device(self)
         super().__init__(*call.positional, **call.named)
+        count_tokens_once(self)
         if self._has_own_loss:
             self._cut(self.model)
             if counts_once:

@@ -112,6 +112,13 @@ def precompute_on_device(trainer: Any) -> None:
     trainer._precompute_ref_logps = precompute
 
 
+def count_tokens_once(trainer: Any) -> None:
+    """Makes a trainer of TRL count tokens as gathered: `gather_for_metrics` has each batch once, and TRL would divide
+    by the ranks that share it."""
+    if hasattr(trainer, "_tp_size"):
+        trainer._tp_size = 1
+
+
 def settle_routers(args: Any, model: Any) -> bool:
     """Writes into a model's configuration whether SFTTrainer adds a loss of routers, which it would do after the cut.
 

@@ -144,6 +144,8 @@ def clip_values(helix: dict[str, Any], limit: float) -> tuple[str, float, float]
 
 
 class Failing(torch.optim.SGD):
+    granularity = "element"
+
     def step(self, closure: Any = None) -> None:
         raise RuntimeError("no memory")
 
