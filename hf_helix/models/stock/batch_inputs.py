@@ -124,7 +124,7 @@ def _figures(batch: Mapping[str, Any]) -> Tensor | None:
     if positions is not None:
         starts = starts_of(positions)
         figures[2:5] = starts.any(), *_documents(positions.flatten())
-        if mask is not None and mask.dim() == 2:
+        if mask is not None and mask.dim() == 2 and positions.dim() == 2:  # others are refused later
             figures[5] = (starts[:, 1:] & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)).any()
     return torch.stack([figure.to(ids.device, torch.long) for figure in figures])
 

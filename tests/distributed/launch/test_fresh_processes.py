@@ -105,7 +105,7 @@ def test_one_rank_of_a_host_says_its_error_whole(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     first, second = "rank 1 failed: ValueError: no", "rank 0 failed: ValueError: no"
     assert endings.claim_full_error(first) == first
-    script = f"from hf_helix.runtime.failures import endings; print(endings.claim_full_error({second!r}))"
+    script = f"from hf_helix.runtime.distributed import endings; print(endings.claim_full_error({second!r}))"
     assert output_of(script).strip() == first
     assert endings.is_same(first, second)
     assert not endings.is_same(first, "rank 0 failed: ValueError: yes")

@@ -65,14 +65,16 @@ def test_its_ranks_measure_and_trace(model_folder: Path, tmp_path: Path, capsys:
 
 
 def test_the_command_starts_as_many_processes_as_the_mesh_needs(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By torchrun, each with what the command was given."""
     called: list[list[str]] = []
     monkeypatch.setattr(options.subprocess, "call", lambda words, env: called.append(words) or 0)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     given = {"--tp_size": "2", "--pp_size": "3", "--microbatches": "5", "--output": "there.json"}
-    run("profile", "--model", model_folder, *(word for pair in given.items() for word in pair), "--bf16")
+    deep = tmp_path / "deep"
+    LlamaConfig(vocab_size=131, num_hidden_layers=6, max_position_embeddings=64, **SIZES).save_pretrained(deep)
+    run("profile", "--model", deep, *(word for pair in given.items() for word in pair), "--bf16")
     (words,) = called
     started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=6"]
     assert words[:8] == [*started, "-m", "hf_helix", "profile"]
