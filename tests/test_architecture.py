@@ -139,7 +139,7 @@ def test_the_scan_finds_and_lets_pass(tmp_path: Path):
         "integrations/trainer/a.py:1: only integrations.accelerate may import accelerate",
         "operators/a.py:2: imports upward: hf_helix.runtime.mesh",
         "other/a.py: the part other is not in ORDER",
-        "planning/a.py:1: imports upward: hf_helix.operators.units.unit",
+        "planning/a.py:1: imports upward: hf_helix.operators.unit",
         "planning/a.py:2: imports upward: hf_helix.runtime.mesh",
         "planning/plan.py:1: is not the standard library: torch",
         "planning/plan.py:3: is not the standard library: torch",

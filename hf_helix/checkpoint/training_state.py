@@ -444,7 +444,8 @@ def _put(
     """Loads states as `load_state_dict` does, without rounding to the dtype of the parameter."""
     mine = optimizer.state_dict()["param_groups"]
     numbers = dict(zip(parameters, (number for group in mine for number in group["params"]), strict=True))
-    state = {**others, **{numbers[parameter]: entry_of(states) for parameter, states in values.items()}}
+    # The parameters' states come first: Adagrad reads the first of all.
+    state = {**{numbers[parameter]: entry_of(states) for parameter, states in values.items()}, **others}
     filled = [{**group, **options} for group, options in zip(mine, groups, strict=True)]
     optimizer.load_state_dict({"state": state, "param_groups": filled})
     for parameter, states in values.items():

@@ -448,18 +448,18 @@ class Engine(Diagnostics):
             if trained != self._trained_at_cut and self.runner.layout.reductions:
                 say(
                     "parameters were frozen or unfrozen after the model was cut: gradients are reduced at the end of "
-                    "an optimizer step, beside no computation; freeze them before the trainer is made"
+                    "an optimizer step, without overlap; freeze them before the trainer is made"
                 )
             self._trained_then = trained
         self._check_unchanged()
         self._snapshot.check_trainable()
-        self._align_buffers()
+        self._align_buffers("a window is trained")
 
-    def _align_buffers(self) -> None:
+    def _align_buffers(self, action: str) -> None:
         """Gives buffers that a script has changed, on any rank, rank 0's values, as DDP does before every window.
-        Collective on a model with buffers."""
+        Collective on a model with buffers; `action` is the clause for the ranks' next action."""
         if self._snapshot.has_buffers:
-            (have_changed,) = agree_on_action("a window is trained", [self._snapshot.have_buffers_changed()])
+            (have_changed,) = agree_on_action(action, [self._snapshot.have_buffers_changed()])
             if have_changed:
                 align_buffers(self.model, self.mesh.device)
                 self._snapshot.have_buffers_changed()  # by the alignment itself
@@ -626,6 +626,7 @@ class Engine(Diagnostics):
             model: another model, made of the cut model by a script, such as by merging adapters; None for the cut
                 model. Another model, and a cut model with changed modules, is assembled in the memory of rank 0's host.
         """
+        self._align_buffers("the model is saved")
         model = self.model if model is None else model
         is_as_cut = model is self.model and not self._snapshot.change_of_structure()
         check_same_on_all_ranks(f"{type(model).__name__}, as it was cut: {is_as_cut}", "models to save")
