@@ -25,7 +25,8 @@ from hf_helix.integrations.upstream import KNOWN, UpstreamChanged, check_class, 
 # -- every private or unstable name of another package that hf_helix calls, reads or sets -----------------------------
 
 OWNED: dict[str, str] = {
-    "transformers.trainer:Trainer": "_prepare_inputs _get_num_items_in_batch compute_loss compute_loss_context_manager "
+    "transformers.trainer:Trainer": "_prepare_input _prepare_inputs _get_num_items_in_batch compute_loss "
+    "compute_loss_context_manager "
     "autocast_smart_context_manager _wrap_model _prepare_context_parallel_inputs",
     "transformers.trainer": "SCHEDULER_NAME TRAINER_STATE_NAME TRAINING_ARGS_NAME",
     "transformers.trainer_utils": "rotate_checkpoints SaveStrategy HPSearchBackend",
@@ -54,7 +55,7 @@ OWNED: dict[str, str] = {
     "accelerate.accelerator:Accelerator": "backward accumulate unwrap_model save_model save_state load_state "
     "join_uneven_inputs clip_grad_norm_ gather_for_metrics",
     "accelerate.state:AcceleratorState": "_shared_state",
-    "torchao.optim.adam:_AdamBase": "_new_buffer",
+    "torchao.optim.adam:_AdamBase": "_new_buffer _subclass_zeros",
     "peft.tuners.lora": "LoraLayer Linear Embedding",
     "peft.tuners.tuners_utils": "BaseTunerLayer",
     "peft.utils.other": "ModulesToSaveWrapper AuxiliaryTrainingWrapper",
@@ -113,6 +114,7 @@ MENTIONED: dict[str, str] = {
     "_backward_hooks",
     "torch._dynamo.eval_frame:OptimizedModule.__init__": "_orig_mod",
     "torch.optim.lr_scheduler:LRScheduler.step": "_step_count",
+    "torch.optim:Optimizer.__init__": "_optimizer_step_pre_hooks _optimizer_step_post_hooks",
 }
 """Attributes that instances have, and their class does not, by a function that sets or reads them."""
 

@@ -141,7 +141,7 @@ class PlainStep:
 
     def _surround(self, kind: str, first: Callable[[], None], last: Callable[[], None]) -> None:
         """Registers the first and the last of all hooks before a step (`pre`), or after it (`post`)."""
-        name, hooks = f"register_step_{kind}_hook", getattr(self._optimizer, f"_optimizer_step_{kind}_hooks")
+        name, hooks = REGISTERS_OF_STEPS[kind], getattr(self._optimizer, HOOKS_OF_STEPS[kind])
         register = getattr(self._optimizer, name)
         hooks.move_to_end(register(lambda *_: first()).id, last=False)
         at_end = register(lambda *_: last()).id
@@ -211,7 +211,11 @@ class PlainStep:
             context.__exit__(None, None, None)
 
 
-_PLAIN_STEP = "_plain_step_of_helix"
+REGISTERS_OF_STEPS = {"pre": "register_step_pre_hook", "post": "register_step_post_hook"}
+HOOKS_OF_STEPS = {"pre": "_optimizer_step_pre_hooks", "post": "_optimizer_step_post_hooks"}
+"""The methods that register hooks of an optimizer before its steps and after them, and the hooks."""
+
+_PLAIN_STEP = "plain_step_of_helix"
 
 
 @contextlib.contextmanager

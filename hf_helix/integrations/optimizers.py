@@ -238,9 +238,8 @@ def _check_new_optimizer(option: str, optimizer: Any, config: HelixConfig) -> No
 def check_made_optimizer(optimizer: Any, config: HelixConfig) -> None:
     """Refuses the optimizer that a Trainer has made, by `optim` or by a method of a class, if it reads more than a rank
     holds."""
-    if type(optimizer).__module__.startswith("accelerate."):  # prepared by an earlier call of `train()`
-        optimizer = optimizer.optimizer
-    _check_optimizer_class("optimizer", optimizer, config)
+    if not type(optimizer).__module__.startswith("accelerate."):  # checked and prepared by an earlier call of `train()`
+        _check_optimizer_class("optimizer", optimizer, config)
 
 
 def check_optimizer(optimizer: Any, model: Any, config: HelixConfig) -> None:

@@ -79,7 +79,7 @@ def carry_patches(model: Any, small: Any) -> None:
     plain, decoder = as_made(model), Decoder(model)
     prefix = decoder.prefix
     inside = {id(module) for layer in decoder.layers for module in layer.modules()}
-    unread = family_of(model).unread_parameters(model)
+    unread = _unread(model, plain)
     outside = list(_patches(model, plain, "", lambda module: id(module) in inside or _is_unread(module, unread)))
     sources = _sources(model, plain, small, prefix, unread)
     shared = {id(model.config): small.config, **_pairs(model, small)}
@@ -89,6 +89,17 @@ def carry_patches(model: Any, small: Any) -> None:
         memo = {**shared, **_pairs(decoder.layers[source], layer)}
         for patch in patches:
             _put(layer, patch, memo, f"{prefix}.{source}")
+
+
+def _unread(model: Any, plain: Any) -> Collection[nn.Parameter]:
+    """Returns the parameters that no code of a model reads; none if the model is as its class makes it, or cannot be
+    traced: then its patches are named."""
+    if {name for name, _ in model.named_parameters()} <= {name for name, _ in plain.named_parameters()}:
+        return ()
+    try:
+        return family_of(model).unread_parameters(model)
+    except ValueError:
+        return ()
 
 
 def _is_unread(module: nn.Module, unread: Collection[nn.Parameter]) -> bool:

@@ -17,7 +17,8 @@ from hf_helix.config import AUTO, RULES
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.schedule.named import PLACEMENT_OF
 from hf_helix.runtime.executor import Executor
-from hf_helix.runtime.streams.streams import CudaStreams, streams
+from hf_helix.runtime.streams import streams
+from hf_helix.runtime.streams.streams import CudaStreams
 
 Case = dict[str, Any]
 
@@ -85,7 +86,7 @@ QUICK: dict[str, Case] = {
     "dualpipe_v": {**PIPELINES["dualpipe_v rank 1"], "tp_size": 2, "rank": 3},
 }
 
-COUNTS = {"operators/experts/moe.py:HostCopy.numbers tolist": 2 * MICROBATCHES}
+COUNTS = {"experts/moe.py:HostCopy.numbers tolist": 2 * MICROBATCHES}
 """Waits of the host for dropless experts, once in each of two layers for every micro-batch."""
 
 

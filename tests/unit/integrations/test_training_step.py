@@ -16,7 +16,7 @@ from hf_helix.runtime.failures.values import Health
 class Engine:
     """Notes the calls that settle the link, tune and train, in order; all other methods return a number."""
 
-    mesh = SimpleNamespace(dp_size=1)
+    mesh = SimpleNamespace(dp_size=1, ranks_per_batch=1)
     ends_at_decoder = False
     limits = MagicMock()
 
@@ -32,7 +32,7 @@ class Engine:
     def tune(self, batches: list[Any], scale: Any, step: int, steps_left: int | None) -> None:
         self.calls.append(f"tune for {len(batches)}")
 
-    def train_window(self, batches: list[Any], scale: Any, step: int) -> list[Tensor]:
+    def train_window(self, batches: list[Any], scale: Any, step: int, is_compared: bool = False) -> list[Tensor]:
         if any("fails" in batch for batch in batches):
             raise RuntimeError("no")
         self.calls.append(f"train {len(batches)}")
