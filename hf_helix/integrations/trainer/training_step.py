@@ -208,7 +208,9 @@ class WindowHooks(TrainerAttributes):
         window, and one outside of `train()`, completes the gradients."""
         called_decoder, window, step = self.helix.called_decoder, self._window, self.state.global_step
         assert called_decoder is not None
-        if window is None or type(self).training_step is not WindowHooks.training_step:
+        is_overridden = type(self).training_step is not WindowHooks.training_step
+        if window is None or is_overridden or self.helix.mesh.ranks_per_batch > 1:
+            # A callback of one rank may have drawn numbers since the fetch.
             with watched():
                 agree_on_action("trainer.training_step() is called", mesh=self.helix.mesh, given=[inputs])
         with called_decoder.training(step), self._gathering():

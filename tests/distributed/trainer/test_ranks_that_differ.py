@@ -72,6 +72,8 @@ class DrawsAlone(TrainerCallback):
             np.random.standard_normal()  # the second of a pair is kept for later
             torch.rand(3)
 
+    on_step_begin = on_substep_end = on_step_end
+
 
 class Shifted(torch.utils.data.Dataset):
     """Rows of several lengths, changed at random whenever they are read."""
