@@ -120,6 +120,8 @@ def step_shards(optimizer: Any, rank_units: RankUnits, streams: Streams) -> None
                 states = named_states(optimizer.state.pop(parameter)).items()
                 owned = {key: state if key in counters else flat.owned_part(state, parameter) for key, state in states}
                 optimizer.state[shard] = entry_of(owned)
+    for key in [key for key in optimizer.state if not isinstance(key, Tensor)]:
+        optimizer.state[key] = optimizer.state.pop(key)  # after parameters, as before: Adagrad reads the first entry
 
 
 class PlainStep:

@@ -254,7 +254,10 @@ def preempt(folder: str, helix: Helix, ranks: list[int], of_ones_own: bool) -> A
         if getattr(callback, "jit_manager", None) is not None:
             callback.jit_manager.kill_wait = 0.05
     trainer.train()
-    first, saved = trainer.state.log_history, sorted(path.name for path in Path(folder).glob("*"))
+    first, saved = (
+        trainer.state.log_history,
+        sorted(path.name for path in Path(folder).glob("[!_]*")),
+    )  # rank 0 may still hold its claim
     assert of_ones_own or signal.getsignal(signal.SIGTERM) == before
     signal.signal(signal.SIGTERM, before)
     trainer = made(folder, helix, {**training, "enable_jit_checkpoint": False})
