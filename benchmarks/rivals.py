@@ -16,6 +16,7 @@ another thing is an error.
 import argparse
 import itertools
 import json
+import math
 import os
 import resource
 import statistics
@@ -186,7 +187,8 @@ def work(options: argparse.Namespace, run: Mapping[str, Any]) -> None:
             losses.append(mean_over_ranks(step(window), run))
             ends.append(time.perf_counter())
         seconds = [end - begin for begin, end in itertools.pairwise(ends)][SKIPPED - 1 :]
-        tensors = peak_of(lambda: step(next(batches)))
+        # A tally of storages cannot see into DTensors.
+        tensors = math.nan if run["rival"] == "native TP" else peak_of(lambda: step(next(batches)))
     mine = statistics.median(seconds), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, tensors
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
@@ -234,7 +236,9 @@ def peak_of(step: Callable[[], object]) -> int:
     return tally.peak
 
 
-def train_ours(model: Any, run: Mapping[str, Any], options: argparse.Namespace) -> tuple[list[float], list[float], int]:
+def train_ours(
+    model: Any, run: Mapping[str, Any], options: argparse.Namespace
+) -> tuple[list[float], list[float], float]:
     """Trains with HelixTrainer; returns the seconds of steps, all losses, and the peak of live tensors in one step."""
     import transformers
     from transformers import TrainerCallback, TrainingArguments
@@ -290,8 +294,8 @@ def train_ours(model: Any, run: Mapping[str, Any], options: argparse.Namespace) 
 # -- rivals ----------------------------------------------------------------------------------------------------------
 
 
-def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+def optimizer_of(parameters: Any, fused: bool = True) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0, fused=fused)
 
 
 def accumulating(model: Any, optimizer: torch.optim.Optimizer, sync: Callable[[bool], object]) -> Step:
@@ -346,7 +350,8 @@ def native_tp(model: Any, run: Mapping[str, Any], options: argparse.Namespace) -
     dist.barrier()
     config = DistributedConfig(tp_size=dist.get_world_size())
     model = AutoModelForCausalLM.from_pretrained(folder[0], distributed_config=config).train()
-    return accumulating(model, optimizer_of(model.parameters()), lambda is_last: None)
+    # The fused step refuses the mixture of tensors and DTensors that native tensor parallelism makes.
+    return accumulating(model, optimizer_of(model.parameters(), fused=False), lambda is_last: None)
 
 
 class Stage(nn.Module):
