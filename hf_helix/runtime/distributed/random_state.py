@@ -38,10 +38,10 @@ def write_random(state: State, device: torch.device) -> None:
 
 def random_number(device: torch.device) -> int:
     """Returns a number that identifies a random state, with 64 bits."""
-    of_python, of_numpy, of_torch, on_device = read_random(device)
-    _, keys, *rest = of_numpy
+    (version, words, gauss), (_, keys, *rest), of_torch, on_device = read_random(device)
     digest = hashlib.blake2b(of_torch.numpy(), digest_size=8)
-    for part in (keys, repr((hash(of_python), rest)).encode(), *([] if on_device is None else [on_device.numpy()])):
+    others = repr((version, hash(words), gauss, rest))  # hash(None) is another in every process
+    for part in (keys, others.encode(), *([] if on_device is None else [on_device.numpy()])):
         digest.update(part)
     return int.from_bytes(digest.digest(), "little", signed=True)
 
