@@ -54,7 +54,7 @@ class Request(NamedTuple):
     Attributes:
         model: the number of the model, see `Calls`.
         name: of the function that is called.
-        number: of the arguments; equal arguments have equal numbers.
+        number: of the arguments; equal on ranks that share a batch if their arguments are equal.
         content: the pickled arguments, the modes of the model's modules, and the types of autocast.
         random: the random state of the rank.
         unsent: the argument that other ranks cannot get; empty if they can get all.
@@ -112,7 +112,7 @@ class Calls:
             what = "generate() is called" if name == "generate" else "the model is called without gradients"
             meeting = meet(f"{what} (model {self.number})", (), True, mesh, number) if world_size() > 1 else None
         if meeting is not None and not (meeting.is_alike and meeting.is_given_alike):
-            mine = self._request(name, args, shown)
+            mine = self._request(name, number, args, shown)
             return take_turns(mine, functools.partial(stock, *args, **kwargs))
         agreement.awaited = ""
         if meeting is not None and not meeting.is_random_alike:
@@ -120,7 +120,7 @@ class Calls:
         with together() if alike is not None else self._running():
             return (alike or stock)(*args, **kwargs)
 
-    def _request(self, name: str, args: Any, kwargs: Mapping[str, Any]) -> Request:
+    def _request(self, name: str, number: int, args: Any, kwargs: Mapping[str, Any]) -> Request:
         """Returns a call of this rank for the others."""
         modes = {path: module.training for path, module in self._model.named_modules()}
         device = self._mesh.device
@@ -129,7 +129,6 @@ class Calls:
         if content is None:
             named = {**{f"argument {place}": each for place, each in enumerate(args)}, **kwargs}
             unsent = next((each for each, value in named.items() if _pickled(value) is None), name)
-        number = arguments_number([args, kwargs])
         return Request(self.number, name, number, content or b"", read_random(device), unsent)
 
     def take_turns(self, asked: Sequence[Request | None], mine: Request | None, call: Callable[[], Any] | None) -> Any:
@@ -141,10 +140,10 @@ class Calls:
             call: runs it.
         """
         device, first = self._mesh.device, rank() // self._mesh.ranks_per_batch * self._mesh.ranks_per_batch
-        everywhere = [each for each in asked if each is not None and each.model == self.number]
-        here = [each for each in asked[first : first + self._mesh.ranks_per_batch] if each in everywhere]
+        calls = [each if each is not None and each.model == self.number else None for each in asked]
+        here = [each for each in calls[first : first + self._mesh.ranks_per_batch] if each is not None]
         if self._mesh.sizes["ep"] > 1:  # ranks with other batches hold other experts, and gather them all
-            here = here or everywhere[:1]
+            here = here or [each for each in calls if each is not None][:1]
         result: Any = None
         error: Exception | None = None
         turns: dict[tuple[str, int], Request] = {}

@@ -77,7 +77,13 @@ def rank_0(model: Any) -> Any:
     return gather_object([found])[0]
 
 
-USES = {each.__name__: each for each in (together, one_by_one, empty, losses, cached, rank_0)}
+def alike_but_one(model: Any) -> Any:
+    """Rank 0 has another prompt than all the others, which are alike."""
+    first, other = prompts(2)
+    return gather_object(model.generate((first if rank() == 0 else other)[None], **OPTIONS).tolist())
+
+
+USES = {each.__name__: each for each in (together, one_by_one, empty, losses, cached, rank_0, alike_but_one)}
 
 
 def weighted(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
