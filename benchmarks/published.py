@@ -20,21 +20,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import common
 from hf_helix.cli.doctor import DoctorCommand
 from hf_helix.doctor.case import COMPILED, FLASH1, FLASH2, MEGATRON, RING, STOCK, Case, Software
-from hf_helix.doctor.exactness import kind_of
+from hf_helix.doctor.exactness import kind_of, statistics_of
 from hf_helix.doctor.layouts import BATCHES
 from hf_helix.doctor.rivals import FSDP, FSDP_FUSED, HSDP, PIPELINE_OFFLOAD, RIVALS, rival_cases, simulate_rival
 from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.doctor.step import simulate_step
 from hf_helix.doctor.window import Fidelity
+from hf_helix.models.small_config import EXPERT_COUNTS
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.sizes import Sizes
 
 MEGATRON_LIKE = "one strand, 1f1b"
-EXPERTS = "num_local_experts", "n_routed_experts", "num_experts"  # how configurations name their number
 STEP_TOKENS = 512_000  # of a row that does not say its micro-batches
-CLOSE = 0.15
 Row = Mapping[str, Any]
 
 
@@ -292,12 +292,9 @@ def summary(rows: Sequence[Compared]) -> str:
     ratios = [row.ratio for row in rows if not row.error]
     if not ratios:
         return "rows 0, median ratio nan, mean |log ratio| nan, within 15 %: 0 %"
-    errors = statistics.fmean(abs(math.log(ratio)) for ratio in ratios)
-    within = statistics.fmean(abs(ratio - 1) <= CLOSE for ratio in ratios)
-    return (
-        f"rows {len(ratios)}, median ratio {statistics.median(ratios):.3f}, mean |log ratio| {errors:.3f}, "
-        f"within 15 %: {within:.0%}".replace("%", " %").replace("  %", " %")
-    )
+    middle, errors, within = statistics_of(ratios)
+    counts = f"rows {len(ratios)}, median ratio {middle:.3f}, mean |log ratio| {errors:.3f}"
+    return f"{counts}, within 15 %: {100 * within:.0f} %"
 
 
 def cells(row: Compared) -> tuple[str, ...]:
@@ -310,9 +307,9 @@ def cells(row: Compared) -> tuple[str, ...]:
 
 def markdown(rows: Sequence[Compared]) -> str:
     """Returns the rows as a table of Markdown, each with its source."""
-    lines = ["| row | source | published | predicted | ratio |", "|---|---|---:|---:|---:|"]
-    lines += [f"| {cells(row)[0]} | {row.row.get('source', '')} | {' | '.join(cells(row)[1:])} |" for row in rows]
-    return "\n".join(lines)
+    found = ((str(row.row.get("source", "")), *cells(row)) for row in rows)
+    table = [(name, source, *figures) for source, name, *figures in found]
+    return common.markdown(("row", "source", "published", "predicted", "ratio"), table)
 
 
 def main() -> None:
@@ -362,7 +359,7 @@ def kind_of_row(row: Row) -> str:
     """Returns the kind of a row."""
     tp, cp, pp = (int(row.get(name) or 1) for name in ("tp", "cp", "pp"))
     model = row["model"]
-    experts = max(int(model.get(name) or 1) for name in EXPERTS)
+    experts = max(int(model.get(name) or 1) for name in EXPERT_COUNTS)
     return kind_of(Case(Sizes(tp, cp, pp), 1, int(row["sequence_length"]), 1, float8=row.get("float8")), experts)
 
 

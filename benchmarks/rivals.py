@@ -284,11 +284,7 @@ def train_ours(
     trainer.train()
     seconds = [end - begin for begin, end in itertools.pairwise(ends)][SKIPPED - 1 :]
     trainer.args.max_steps = 1
-    from hf_helix.measure.memory import LiveBytes
-
-    with LiveBytes() as tally:
-        trainer.train()
-    return seconds, losses[:steps], tally.peak
+    return seconds, losses[:steps], peak_of(trainer.train)
 
 
 # -- rivals ----------------------------------------------------------------------------------------------------------

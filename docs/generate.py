@@ -11,9 +11,7 @@ Must hold: it changes nothing outside the blocks; tests/test_docs.py compares th
 import ast
 import dataclasses
 import json
-import math
 import re
-import statistics
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +19,7 @@ from pathlib import Path
 import hf_helix
 from hf_helix.cli.models import SUPPORTED, headline
 from hf_helix.config import HelixConfig, described_options
-from hf_helix.doctor.exactness import KINDS, PublishedRun, published_runs
+from hf_helix.doctor.exactness import KINDS, published_runs, statistics_of
 from hf_helix.models.stock.census import instead_of, read_census
 
 DOCS = Path(__file__).parent
@@ -142,8 +140,8 @@ def published() -> str:
     """The error of predictions of published runs: of all, by hardware and by kind; and every run."""
     runs = published_runs()
     groups = {"all": runs}
-    for cluster in sorted({_hardware(run) for run in runs}):
-        groups[cluster] = tuple(run for run in runs if _hardware(run) == cluster)
+    for hardware in sorted({run.hardware for run in runs}):
+        groups[hardware.upper()] = tuple(run for run in runs if run.hardware == hardware)
     for kind in KINDS:
         groups[kind] = tuple(run for run in runs if run.kind == kind)
     lines = [
@@ -165,14 +163,9 @@ def published() -> str:
     return "\n".join(lines)
 
 
-def _hardware(run: PublishedRun) -> str:
-    return run.cluster.partition("x")[0].upper()
-
-
 def _errors(name: str, ratios: list[float]) -> str:
-    errors = statistics.fmean(abs(math.log(ratio)) for ratio in ratios)
-    within = statistics.fmean(abs(ratio - 1) <= 0.15 for ratio in ratios)
-    middle, ends = statistics.median(ratios), f"{min(ratios):.2f} to {max(ratios):.2f}"
+    middle, errors, within = statistics_of(ratios)
+    ends = f"{min(ratios):.2f} to {max(ratios):.2f}"
     return f"| {name} | {len(ratios)} | {middle:.2f} | {errors:.3f} | {within:.0%} | {ends} |"
 
 

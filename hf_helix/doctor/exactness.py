@@ -7,6 +7,8 @@ Must hold: the sentence counts the same rows as docs/doctor.md.
 
 import functools
 import json
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -17,6 +19,7 @@ from hf_helix.planning.timing.cluster import Cluster
 FILE = "published.json"
 LONG = 16384  # tokens of a sequence, from which on attention decides
 FEWEST = 3  # rows of a kind; fewer say nothing, and all rows are taken
+CLOSE = 0.15  # a prediction so near to a published figure counts as near
 OUTSIDE = 0.1  # of the rows on each side, which the sentence leaves out
 
 MIXTURE, FLOAT8, LONG_ROWS = "mixtures of experts", "float8", "sequences from 16k tokens"
@@ -39,6 +42,11 @@ class PublishedRun:
     def ratio(self) -> float:
         """Predicted in parts of published."""
         return self.predicted / self.published
+
+    @property
+    def hardware(self) -> str:
+        """The device in the name of the cluster, such as h100 in h100x8."""
+        return self.cluster.rpartition("x")[0]
 
 
 @functools.cache
@@ -68,6 +76,16 @@ def error_of(runs: Sequence[PublishedRun]) -> tuple[float, float]:
     return ratios[left_out], ratios[-1 - left_out]
 
 
+def statistics_of(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Returns the median of ratios, the mean of the absolute values of their logarithms, and the part of them that is
+    within `CLOSE` of 1."""
+    return (
+        statistics.median(ratios),
+        statistics.fmean(abs(math.log(ratio)) for ratio in ratios),
+        statistics.fmean(abs(ratio - 1) <= CLOSE for ratio in ratios),
+    )
+
+
 def error_line(case: Case, cluster: Cluster, experts: int = 1) -> str:
     """Returns the sentence about the error of a case.
 
@@ -82,7 +100,8 @@ def error_line(case: Case, cluster: Cluster, experts: int = 1) -> str:
         about = f", {len(runs) or 'none'} of this kind ({kind})"
         runs = list(published_runs())
     low, high = (_side(ratio) for ratio in error_of(runs))
-    known = any(run.cluster.partition("x")[0] in cluster.device.name.lower() for run in runs)
+    device = cluster.device.name.lower().replace(" ", "")
+    known = any(run.hardware in device for run in runs)
     where = "" if known else f", none on {cluster.device.name}"
     return f"Predictions of published runs{about}: {low} to {high}, {len(runs)} rows{where} (docs/doctor.md)."
 

@@ -62,7 +62,7 @@ class SimulatedModel:
     @functools.cached_property
     def facts(self) -> Facts:
         """The properties of the model."""
-        return self._counter.facts() if self._kept is None else self._kept.facts(lambda: self._counter.facts())
+        return self._counter.facts() if self._kept is None else self._kept.value("facts", lambda: self._counter.facts())
 
     @property
     def model(self) -> Any:
@@ -114,7 +114,7 @@ class SimulatedModel:
         key, images, crossing = self._key_of(case)
         if key not in self._amounts:
             count = functools.partial(self._counted, case, images, crossing)
-            self._amounts[key] = count() if self._kept is None else self._kept.amounts(key, count)
+            self._amounts[key] = count() if self._kept is None else self._kept.value(key, count)
         amounts = self._amounts[key]
         if isinstance(amounts, ValueError):
             raise amounts
@@ -133,8 +133,7 @@ class SimulatedModel:
             return find()
         by_name = {each.__name__: each for each in classes}
         key = f"{question!r}, {case!r} of {self.images_per_row} images on {self.cluster!r}"
-        found: Answer = self._kept.answer(key, find, by_name)
-        return found
+        return self._kept.value(key, find, by_name)
 
     def prepare(self, cases: Iterable[Case]) -> None:
         """Makes ready for counting, before processes are forked, if one of some cases is not counted yet."""

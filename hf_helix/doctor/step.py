@@ -257,13 +257,14 @@ def bound_step(amounts: Amounts, case: Case, cluster: Cluster) -> Step:
     """Returns a step of `Fidelity.BOUND`: no plan of the case, and no split of its layers over the stages, is faster.
     A window takes as long as the mean rank computes; the memory of the step is not counted."""
     profile = profile_of(amounts, case, cluster)
-    layout, seconds = profile.layout, dict.fromkeys(Kind, 0.0)
+    layout, computing = profile.layout, 0.0
     for name in layout.units:
         for entry, op in layout.graphs[name].entries():
-            seconds[op.kind] += profile.times[name, entry]
-    loads = {**dict.fromkeys(Kind, 0.0), Kind.COMPUTE: case.microbatches * seconds[Kind.COMPUTE] / layout.num_ranks}
+            computing += profile.times[name, entry] if op.kind is Kind.COMPUTE else 0.0
+    seconds = case.microbatches * computing / layout.num_ranks
+    loads = {**dict.fromkeys(Kind, 0.0), Kind.COMPUTE: seconds}
     nothing = Memory(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    return Step(case, loads[Kind.COMPUTE], 0.0, 0.0, loads, {}, 0.0, nothing, (0.0, 0.0), fidelity=Fidelity.BOUND)
+    return Step(case, seconds, 0.0, 0.0, loads, {}, 0.0, nothing, (0.0, 0.0), fidelity=Fidelity.BOUND)
 
 
 def detailed_step(amounts: Amounts, step: Step, cluster: Cluster) -> Step:

@@ -213,8 +213,9 @@ class WindowClock:
         used = {op.kind for pair in self.layout.graphs.values() for _, op in pair.entries()}
         kinds = [kind for kind in Kind if kind in used and kind.communicates and kind is not Kind.PIPELINE]
         counts = [min(self._microbatches, count) for count in COMPARED]
-        windows = (predict(self.planned.plan, self._own, self._on_one_rank(each), timeline=True) for each in counts)
-        few, more = (exposed_seconds(each.timeline) for each in windows)
+        plan, own = self.planned.plan, self._own
+        windows = {each: predict(plan, own, self._on_one_rank(each), timeline=True) for each in dict.fromkeys(counts)}
+        few, more = (exposed_seconds(windows[each].timeline) for each in counts)
         further = (self._microbatches - counts[1]) / max(1, counts[1] - counts[0])
         exposed: dict[Kind, float] = {}
         for kind in kinds:

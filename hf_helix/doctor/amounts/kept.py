@@ -17,15 +17,28 @@ from enum import Enum
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from hf_helix.doctor.amounts import records
-from hf_helix.doctor.amounts.records import Amounts, Facts
+from hf_helix.doctor.amounts.records import (
+    Amounts,
+    Facts,
+    Gradient,
+    KeptWeights,
+    Kernel,
+    Lifetimes,
+    Model,
+    OperatorAmounts,
+    Storage,
+    Transfer,
+    Weights,
+)
 from hf_helix.measure.cache_folder import cache_root, write_file
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
 from hf_helix.planning.timing.token_flops import TokenFlops
 from hf_helix.planning.window.layout import Layout
+
+T = TypeVar("T")
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate")
 """The packages, besides hf_helix, of which another version may count otherwise."""
@@ -33,8 +46,7 @@ PACKAGES = ("torch", "transformers", "peft", "accelerate")
 CLASSES: Mapping[str, Any] = {
     each.__name__: each
     for each in (
-        *(getattr(records, name) for name in ("Kernel", "Transfer", "Storage", "Lifetimes", "OperatorAmounts")),
-        *(getattr(records, name) for name in ("Weights", "Gradient", "KeptWeights", "Model", "Amounts", "Facts")),
+        *(Kernel, Transfer, Storage, Lifetimes, OperatorAmounts, Weights, Gradient, KeptWeights, Model, Amounts, Facts),
         GraphPair,
         Graph,
         Operator,
@@ -58,25 +70,27 @@ class KeptAmounts:
         text = json.dumps({**about, "code": code_digest()}, sort_keys=True)
         self.folder = cache_root() / "amounts" / hashlib.sha256(text.encode()).hexdigest()[:20]
 
-    def facts(self, count: Callable[[], Facts]) -> Facts:
-        """Returns the properties of the model, counted if they are not on disk."""
-        found: Facts = self._kept("facts", count)
-        return found
-
-    def amounts(self, key: str, count: Callable[[], Amounts | ValueError]) -> Amounts | ValueError:
-        """Returns the amounts of a key, counted if they are not on disk."""
-        found: Amounts | ValueError = self._kept(key, count)
-        return found
-
-    def answer(self, question: str, find: Callable[[], Any], classes: Mapping[str, Any]) -> Any:
-        """Returns the answer to a question about the model, found if it is not on disk.
+    def value(self, key: str, find: Callable[[], T], classes: Mapping[str, Any] = CLASSES) -> T:
+        """Returns the value of a key, found if it is not on disk.
 
         Args:
-            question: all that the answer depends on, besides the model and the code.
-            find: finds the answer.
-            classes: the classes of the answer's values, by name.
+            key: all that the value depends on, besides the model and the code.
+            find: counts the model, or finds the answer to a question about it.
+            classes: the classes of the values inside, by name.
         """
-        return self._kept(question, find, classes)
+        path = self._path(key)
+        try:
+            kept: T = from_json(json.loads(path.read_text())["value"], classes)
+            return kept
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass
+        found = find()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, json.dumps({"key": key, "value": to_json(found)}, separators=(",", ":")))
+        except OSError:  # no room, or a folder of somebody else's
+            pass
+        return found
 
     def has(self, key: str) -> bool:
         """Returns whether a key is on disk."""
@@ -84,20 +98,6 @@ class KeptAmounts:
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.json"
-
-    def _kept(self, key: str, count: Callable[[], Any], classes: Mapping[str, Any] = CLASSES) -> Any:
-        path = self._path(key)
-        try:
-            return from_json(json.loads(path.read_text())["value"], classes)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            pass
-        value = count()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, json.dumps({"key": key, "value": to_json(value)}, separators=(",", ":")))
-        except OSError:  # no room, or a folder of somebody else's
-            pass
-        return value
 
 
 @cache
