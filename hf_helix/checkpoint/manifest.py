@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from torch import nn
 from torch.optim import Optimizer
@@ -32,18 +32,6 @@ _DATA = (".safetensors", ".distcp", ".metadata", ".pt")  # files of a resumed ru
 # Shape, dtype, training and optimizer group of every parameter.
 Parameters = dict[str, dict[str, Any]]
 
-# The types of fields in the file.
-_FIELDS: dict[str, Any] = {
-    "model": str,
-    "parameters": dict[str, dict[str, Any]],
-    "layout": dict[str, int],
-    "samples": dict[str, int],
-    "optimizer": str | None,
-    "files": dict[str, int],
-    "epoch": dict[str, int],
-    "hf_helix": str,
-    "format": int,
-}
 _PARAMETER: dict[str, Any] = {"shape": list[int], "dtype": str, "trained": bool, "group": int | None}
 
 
@@ -154,6 +142,9 @@ class Manifest:
                 "freeze the same parameters and give the same groups, or start from its weights with "
                 "from_pretrained(folder)"
             )
+
+
+_FIELDS = get_type_hints(Manifest)  # the types of fields in the file
 
 
 def describe_parameters(

@@ -54,7 +54,6 @@ from hf_helix.engine.proof.first_use import prove_on_first_use
 from hf_helix.models.derived.model_code import check_forwards
 from hf_helix.models.direct_use import (
     Instead,
-    is_direct_use_allowed,
     leave_out_unread,
     refuse_calls,
     refuse_saving,
@@ -84,7 +83,6 @@ from hf_helix.runtime.divided import (
     DividedParameters,
     full_of,
     is_recording,
-    is_running_model_code,
     plain_parameters,
     running_model_code,
 )
@@ -129,7 +127,7 @@ class Engine(Diagnostics):
 
     def __init__(self, model: Any, config: HelixConfig, mesh: Mesh, options: RunOptions, instead: Instead) -> None:
         self.model, self.base, self.config, self.mesh = model, base_of(model), config, mesh
-        self.share_of_elements = self._open(options)
+        self.share_of_elements, between_layers = self._open(options)
         self.family, self.limits = family_of(self.base), limits_of(self.base)
         super().__init__(self.base, mesh)
         self._maker = WindowMaker(self.base, mesh)
@@ -142,7 +140,7 @@ class Engine(Diagnostics):
         self._bounds: list[Tensor] = []  # of the calls of a window, see `value_bounds`
         self._hooks: list[int] = []  # the number of hooks of each module at the last check
 
-        declared, self.tuner = self._declare(options)
+        declared, self.tuner = self._declare(options, between_layers)
         self._trained_at_cut = [parameter.requires_grad for parameter in model.parameters()]
         self.runner, self._divided = self._cut(declared, options)
         self._parameters = tuple(model.parameters())
@@ -157,7 +155,7 @@ class Engine(Diagnostics):
         if config.float8_recipe:
             say(describe_float8(self.runner.rank_units.all_units.values(), config.float8_recipe, mesh.device))
 
-    def _open(self, options: RunOptions) -> float:
+    def _open(self, options: RunOptions) -> tuple[float, torch.dtype | None]:
         """Checks the whole model, opens weights in 4 bits, and proves a derived family; returns `share_of_elements`.
         Collective."""
         check_model(self.model, options.loss_tweaks, options.weights)
@@ -168,25 +166,31 @@ class Engine(Diagnostics):
         share: float = self.base.num_parameters(exclude_embeddings=True) / elements
         prove_on_first_use(self.base, self.config, self.mesh)
         dtype, device = options.autocast_dtype, self.mesh.device
-        self._between_layers = on_all_ranks(lambda: type_between_layers(self.model, self.config, device, dtype))
+        between_layers = on_all_ranks(lambda: type_between_layers(self.model, self.config, device, dtype))
         warn_bf16_weights(self.model)
         warn_random_start(self.model, options.weights, options.seed)
-        return share
+        return share, between_layers
 
-    def _declare(self, options: RunOptions) -> tuple[Declared, Tuner]:
+    def _declare(self, options: RunOptions, between_layers: torch.dtype | None) -> tuple[Declared, Tuner]:
         """Returns the cut of the open model, and the tuner for plans of its operators. On this rank only."""
         model, base, config, dtype = self.model, self.base, self.config, options.autocast_dtype
         modes = modes_of(self.family.layers(base), options.checkpointing, config)
         about = fingerprint(base, self.mesh, config, dtype, modes)
         tuner = Tuner(config, type(base).__name__, about, options.num_microbatches)
-        types: Any = {"autocast_dtype": dtype, "between_layers": self._between_layers}
-        return declare(model, config, self.mesh, modes, options.loss_tweaks, **types), tuner
+        declared = declare(
+            model,
+            config,
+            self.mesh,
+            modes,
+            options.loss_tweaks,
+            autocast_dtype=dtype,
+            between_layers=between_layers,
+        )
+        return declared, tuner
 
     def _cut(self, declared: Declared, options: RunOptions) -> tuple[Runner, DividedParameters]:
         """Cuts the model as declared; returns the runner and the user's view of the parameters. Collective."""
-        self._full = full = {
-            name: (parameter.shape, parameter.requires_grad) for name, parameter in self.model.named_parameters()
-        }
+        full = {name: (parameter.shape, parameter.requires_grad) for name, parameter in self.model.named_parameters()}
         runner = start_runner(self.model, declared.rank_units, self.config, self.mesh, options, self._choose_plan)
         return runner, DividedParameters(self.model, runner.rank_units, self.mesh, full)
 
@@ -543,24 +547,9 @@ class Engine(Diagnostics):
         return full_weights(self.model, self.runner.rank_units, self.mesh, self.config)
 
     @contextlib.contextmanager
-    def plain(self) -> Iterator[Any]:
-        """Yields the model, whose own code runs over this rank's slices: calls without gradients, `generate`, outputs
-        such as `hidden_states`. Calls of the cut model without gradients enter the context by themselves.
-
-        Every rank enters the context. Ranks that share a batch call the model on equal values, and draw the same random
-        numbers. Linears and lookups run over slices; other cut weights, such as experts, are gathered once.
-        """
-        if is_running_model_code() or is_direct_use_allowed():
-            yield self.model
-            return
-        with watched():
-            agree_on_action("the model is called without gradients", mesh=self.mesh)
-        with self._running():
-            yield self.model
-
-    @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        """Returns the context in which the model's own code runs over this rank's slices. Collective."""
+        """Returns the context in which the model's own code runs over this rank's slices: linears and lookups run over
+        slices; other cut weights, such as experts, are gathered once. Collective."""
         with unsharded(self.runner.rank_units), running_model_code():
             yield
 
@@ -586,7 +575,7 @@ class Engine(Diagnostics):
             return
         cut_states(optimizer, rank_units, self.mesh)
         step_shards(optimizer, rank_units, self.runner.executor.streams)
-        keep_quantization(optimizer, self._full, local_parameters(self.model, rank_units, self.mesh))
+        keep_quantization(optimizer, local_parameters(self.model, rank_units, self.mesh))
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 

@@ -61,14 +61,11 @@ def cut_states(optimizer: Any, rank_units: RankUnits, mesh: Mesh) -> None:
             optimizer.state[parameter] = entry_of(made)
 
 
-def keep_quantization(
-    optimizer: Any, full: Mapping[str, tuple[torch.Size, bool]], local: Mapping[nn.Parameter, LocalParameter]
-) -> None:
+def keep_quantization(optimizer: Any, local: Mapping[nn.Parameter, LocalParameter]) -> None:
     """Has an optimizer with quantized states decide by full parameters, of which it has parts. Collective.
 
     Args:
         optimizer: over this rank's parts.
-        full: the full shape of every parameter by name, see `DividedParameters`.
         local: the parameters that this rank steps, see `local_parameters`.
 
     Raises:
@@ -78,7 +75,7 @@ def keep_quantization(
     if form is not None:
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         parts = {
-            parameter: (about.name, full[about.name][0].numel())
+            parameter: (about.name, about.full_shape(parameter).numel())
             for parameter, about in local.items()
             if parameter in held
         }

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple, NoReturn
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -153,14 +154,8 @@ def saving_copies(model: nn.Module, folder: Path) -> Iterator[None]:
     def save(save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
         shutil.copytree(folder, save_directory, dirs_exist_ok=True)
 
-    before = vars(model).get("save_pretrained")
-    model.save_pretrained = save  # type: ignore[assignment]
-    try:
+    with patch.object(model, "save_pretrained", save):
         yield
-    finally:
-        del model.save_pretrained
-        if before is not None:
-            model.save_pretrained = before
 
 
 class _Refusal:

@@ -352,7 +352,7 @@ def without_dropout(config: PretrainedConfig, kept: Collection[str] = ()) -> Pre
 
 def _is_dropout(name: str) -> bool:
     """Returns whether a field is the rate of random draws in training."""
-    return "dropout" in name or name.endswith(("pdrop", "layerdrop", "dropout_prob", "jitter_noise"))
+    return "dropout" in name or name.endswith(("pdrop", "layerdrop", "jitter_noise"))
 
 
 def _is_multiplier(name: str) -> bool:

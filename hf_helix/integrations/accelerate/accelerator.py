@@ -34,6 +34,7 @@ from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.notices import say
 
 _LIBRARIES = ("accelerate", "transformers", "trl", "hf_helix")
+_ALWAYS_REFUSED = {"join_uneven_inputs": "every rank runs as many batches; leave it out"}
 _COUNTED = "a script would count every rank that shares a batch"
 
 
@@ -51,9 +52,9 @@ class CutAccelerator(Accelerator):
     _has_said: frozenset[str] = frozenset()
 
     def attach(self, engine: Engine, refused: Mapping[str, str]) -> None:
-        """Takes the engine of the cut model, and refuses methods, each with an alternative."""
+        """Takes the engine of the cut model, and refuses further methods, each with an alternative."""
         self.engine = engine
-        for name, instead in refused.items():
+        for name, instead in {**_ALWAYS_REFUSED, **refused}.items():
             setattr(self, name, _refuse(f"accelerator.{name}", instead))
 
     @property

@@ -36,8 +36,8 @@ from hf_helix.runtime.distributed.agreement import (
     agree_on_number,
     check_same_on_all_ranks,
     check_windows,
+    shared_number,
 )
-from hf_helix.runtime.distributed.contents import window_number
 from hf_helix.runtime.distributed.environment import check_environment
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh
@@ -63,7 +63,6 @@ _WINDOWS = "model.train_window() is called, or the data has ended"
 REFUSED = {
     "backward": "model.train_window(batches) has run backward already; leave it out",
     "accumulate": "a window is all micro-batches of an optimizer step; use `for window in model.windows(dataloader):`",
-    "join_uneven_inputs": "every rank runs as many batches; leave it out",
     "save_state": "resuming a loop is not built yet; use model.save_pretrained(folder)",
     "load_state": "resuming a loop is not built yet; use from_pretrained(folder) before prepare()",
 }
@@ -173,8 +172,8 @@ class HelixModel:
         """Compares the windows of the ranks. Collective."""
         mesh = self.engine.mesh
         agree_on_action(_WINDOWS, mesh=mesh)
-        number = window_number(batches) if mesh.ranks_per_batch > 1 else torch.tensor(0)
-        message = torch.cat((number.reshape(1).to(mesh.device), self.engine.value_bounds(batches)))
+        number = shared_number(batches, mesh).reshape(1).to(mesh.device)
+        message = torch.cat((number, self.engine.value_bounds(batches)))
         of_ranks = agree_on_number(len(batches), mesh.device, message)
         self.engine.limits.raise_if_invalid([reach for _, *reach in of_ranks])
         check_windows(batches, [number for number, *_ in of_ranks], mesh)

@@ -83,7 +83,6 @@ USE_INSTEAD = Instead(
 
 # Methods of `trainer.accelerator` that do not work on a cut model, with alternatives.
 REFUSED = {
-    "join_uneven_inputs": "every rank runs as many batches; leave it out",
     "save_state": "use TrainingArguments(save_strategy='steps'), or set control.should_save in a callback",
     "load_state": "use trainer.train(resume_from_checkpoint=...)",
 }

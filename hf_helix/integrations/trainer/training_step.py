@@ -27,8 +27,7 @@ from hf_helix.integrations.trainer.stock import TrainerAttributes
 from hf_helix.integrations.trainer.trackers import check_trackers
 from hf_helix.integrations.upstream import overrides
 from hf_helix.models.stock.batch_inputs import count_targets
-from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_number, check_windows
-from hf_helix.runtime.distributed.contents import window_number
+from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_number, check_windows, shared_number
 from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.notices import say
@@ -76,9 +75,14 @@ def _contents(batch: Any) -> dict[Any, tuple[Any, int]]:
 
 def _trains_as_fetched(kind: type) -> bool:
     """Returns whether no class of a trainer can change a batch after ranks have compared the batches they fetched."""
-    changing = "get_batch_samples", "training_step", "_prepare_inputs", "_prepare_input"
+    changing = "get_batch_samples", "_prepare_inputs", "_prepare_input"
     owners = {base for base in kind.__mro__ for name in changing if name in vars(base)}
-    return owners <= {WindowHooks, Trainer}
+    return _has_stock_step(kind) and owners <= {WindowHooks, Trainer}
+
+
+def _has_stock_step(kind: type) -> bool:
+    """Returns whether `WindowHooks.training_step` runs first, without a class in front of it."""
+    return getattr(kind, "training_step", None) is WindowHooks.training_step
 
 
 class WindowHooks(TrainerAttributes):
@@ -125,18 +129,21 @@ class WindowHooks(TrainerAttributes):
         Returns:
             The micro-batches, and the number of their tokens with a label, as the stock method.
         """
-        self._share_random_state("a batch is fetched")
+        mesh = self.helix.mesh
+        if mesh.ranks_per_batch > 1:  # the workers of their loaders draw alike
+            with watched():
+                agree_on_action("a batch is fetched", mesh=mesh)
         batches = list(itertools.islice(epoch_iterator, num_batches))
         ends_at_decoder = self.helix.ends_at_decoder
         with watched():
-            states = [self._health.state(), self._number_of(batches)]
+            states = [self._health.state(), shared_number(batches, mesh)]
             bounds = [] if ends_at_decoder else [self.helix.value_bounds(batches)]
             message = torch.cat((torch.stack([state.to(device) for state in states]), *bounds))
             of_ranks = agree_on_number(len(batches), device, message)
             self._health.raise_if_invalid([health for health, *_ in of_ranks])
             if not ends_at_decoder:
                 self.helix.limits.raise_if_invalid([reach for _, _, *reach in of_ranks])
-            check_windows(batches, [number for _, number, *_ in of_ranks], self.helix.mesh)
+            check_windows(batches, [number for _, number, *_ in of_ranks], mesh)
         samples, num_items = super().get_batch_samples(iter(batches), num_batches, device)  # type: ignore[misc]
         self._window = window = FetchedWindow(samples) if samples else None
         if window is not None and ends_at_decoder:
@@ -145,16 +152,6 @@ class WindowHooks(TrainerAttributes):
             ready, scale = window.prepared(self._prepare_inputs), self.loss_scale(num_items, self._num_parts)
             self._say_tuning(self.helix.tune(ready, scale, self.state.global_step, self._steps_left))
         return samples, num_items
-
-    def _share_random_state(self, what: str) -> None:
-        """Gives ranks that share a batch one random state before an action. Collective."""
-        if self.helix.mesh.ranks_per_batch > 1:
-            with watched():
-                agree_on_action(what, mesh=self.helix.mesh)
-
-    def _number_of(self, batches: Sequence[Any]) -> Tensor:
-        """Returns the number that ranks which share the batches compare."""
-        return window_number(batches) if self.helix.mesh.ranks_per_batch > 1 else torch.tensor(0)
 
     @overrides("Trainer", otherwise="the cut model would be called, which is an error")
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
@@ -193,7 +190,7 @@ class WindowHooks(TrainerAttributes):
                 "others; change batches in the data collator, or use gradient_accumulation_steps=1"
             )
         if window.losses is None:
-            if type(self).training_step is not WindowHooks.training_step:
+            if not _has_stock_step(type(self)):
                 agree_on_action("a window is trained")  # a user's override may have started with work on a single rank
             scale = self.loss_scale(num_items_in_batch, self._num_parts)
             window.losses = self._run_window(window, scale, _trains_as_fetched(type(self)))
@@ -208,8 +205,7 @@ class WindowHooks(TrainerAttributes):
         window, and one outside of `train()`, completes the gradients."""
         called_decoder, window, step = self.helix.called_decoder, self._window, self.state.global_step
         assert called_decoder is not None
-        is_overridden = type(self).training_step is not WindowHooks.training_step
-        if window is None or is_overridden or self.helix.mesh.ranks_per_batch > 1:
+        if window is None or not _has_stock_step(type(self)) or self.helix.mesh.ranks_per_batch > 1:
             # A callback of one rank may have drawn numbers since the fetch.
             with watched():
                 agree_on_action("trainer.training_step() is called", mesh=self.helix.mesh, given=[inputs])

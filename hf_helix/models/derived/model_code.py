@@ -7,19 +7,18 @@ operator: the `forward` must be the declared or the traced function. Of linears 
 and the model itself computes the loss: these forwards must be the code of Transformers or PEFT.
 """
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 import transformers
 from torch import nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hf_helix.models.derived.family import Family
 from hf_helix.models.graph.experts import is_experts
+from hf_helix.models.stock.copies import as_made
 from hf_helix.models.trace.opaque_calls import is_projection
 from hf_helix.planning.text import shorten_lines
 
@@ -163,8 +162,7 @@ def has_head_beside(base: Any) -> bool:
     above: list[Any] = [each for each in kind.__mro__ if getattr(transformers, each.__name__, None) is each]
     if not above:
         return False
-    with torch.device("meta"):
-        plain = {name for name, _ in above[0](copy.deepcopy(base.config)).named_parameters()}
+    plain = {name for name, _ in as_made(base, above[0]).named_parameters()}
     return not plain.issuperset(name for name, _ in base.named_parameters())
 
 

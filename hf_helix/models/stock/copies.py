@@ -26,10 +26,10 @@ def copy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> Any:
     return copied
 
 
-def as_made(model: Any) -> Any:
-    """Returns an unpatched model of the same class and sizes, on the meta device."""
+def as_made(model: Any, kind: type | None = None) -> Any:
+    """Returns an unpatched model of the same sizes on the meta device, of the same class or of `kind`."""
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        return type(model)(copy.deepcopy(model.config))
+        return (kind or type(model))(copy.deepcopy(model.config))
 
 
 def rebound(value: Any, memo: dict[int, Any]) -> Any:

@@ -79,12 +79,17 @@ def partial_writes(graph: Graph) -> Iterator[Node]:
             continue
         written: Any = node.args[0]
         shown = [written]
-        while any(f"aten.{part}." in str(written.target) for part in PARTS):
+        while _is_part(written):
             written = written.args[0]
             shown.append(written)
         readers = (user for value in shown for user in value.users if user not in (node, *shown))
         if written.op == "call_function" and any(order[reader] > order[node] for reader in readers):
             yield node
+
+
+def _is_part(value: Any) -> bool:
+    """Returns whether a value shares memory with the first argument of its operation."""
+    return any(f"aten.{part}." in str(getattr(value, "target", "")) for part in PARTS)
 
 
 def _shows_the_same(node: Node) -> bool:
@@ -116,7 +121,7 @@ def _write_elsewhere(graph: Graph, node: Node) -> None:
     plain = getattr(aten, name[:-1], None) if name else None
     if plain is None or node.target is aten.copy_.default:
         return
-    if any(f"aten.{part}." in str(getattr(node.args[0], "target", "")) for part in PARTS):
+    if _is_part(node.args[0]):
         return  # the argument shares memory with another tensor, which is also written
     overload = target.name().partition(".")[2] or "default"
     if overload not in plain.overloads():
@@ -549,7 +554,7 @@ def _check_buffers(program: Any) -> None:
         if not _name_in_place(node):
             continue
         written: Any = node.args[0]
-        while written.op == "call_function" and any(f"aten.{part}." in str(written.target) for part in PARTS):
+        while _is_part(written):
             written = written.args[0]
         if written.name in names:
             raise Underivable(

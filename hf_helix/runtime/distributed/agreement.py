@@ -112,7 +112,7 @@ def agree_on_action(
     global awaited
     if world_size() == 1:
         return list(flags)
-    number = int(window_number(given)) if given is not None and mesh is not None and mesh.ranks_per_batch > 1 else 0
+    number = int(shared_number(given, mesh)) if given is not None and mesh is not None else 0
     while (meeting := meet(what, flags, False, mesh, number)).has_calls:
         take_part()
     if not meeting.is_alike:
@@ -245,12 +245,17 @@ def agree_on_window(batches: Sequence[Mapping[str, Any]], group: dist.ProcessGro
         _name_difference(batches, len(ranks), ranks)
 
 
+def shared_number(batches: Sequence[Any], mesh: Mesh) -> Tensor:
+    """Returns the number of a window that ranks which share batches compare; 0 if every rank has its own batches."""
+    return window_number(batches) if mesh.ranks_per_batch > 1 else torch.tensor(0)
+
+
 def check_windows(batches: Sequence[Any], numbers: Sequence[int], mesh: Mesh) -> None:
     """Compares the tensors of a window by a number of every rank. Collective if they differ.
 
     Args:
         batches: of this rank.
-        numbers: of every rank, see `window_number`.
+        numbers: of every rank, see `shared_number`.
         mesh: the mesh with the ranks that share a batch.
 
     Raises:

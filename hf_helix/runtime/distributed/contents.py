@@ -70,8 +70,9 @@ def arguments_number(arguments: Any) -> int:
     and other objects by their attributes."""
     tensors: list[Tensor] = []
     text = repr(_described(arguments, tensors, {}, 0))
-    numbers = torch.stack([_number_of([("", each)]).cpu() for each in tensors]).tolist() if tensors else []
-    digest = hashlib.blake2b(f"{text}{numbers}".encode(), digest_size=8).digest()
+    numbers = [_number_of([("", each)]) for each in tensors]
+    found = torch.stack([number.to(numbers[0].device) for number in numbers]).tolist() if numbers else []
+    digest = hashlib.blake2b(f"{text}{found}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 

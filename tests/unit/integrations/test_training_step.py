@@ -7,9 +7,11 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from torch import Tensor
+from transformers import Trainer
+from trl import SFTTrainer
 
 from hf_helix.integrations.trainer.stock import StockTrainer
-from hf_helix.integrations.trainer.training_step import WindowHooks
+from hf_helix.integrations.trainer.training_step import WindowHooks, _trains_as_fetched
 from hf_helix.runtime.failures.values import Health
 
 
@@ -80,3 +82,32 @@ def test_a_link_is_settled_before_a_window() -> None:
         hooks.training_step(torch.nn.Identity(), batch(fails=True))
     hooks.training_step(torch.nn.Identity(), batch())
     assert hooks.helix.calls == ["settle for 1", "settle for 1", "train 1"]
+
+
+class Watched(SFTTrainer):  # type: ignore[misc]
+    """A step of one's own, which may change batches."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(*args, **kwargs)
+
+
+class Prepared(Trainer):
+    """Batches that are changed after they are fetched."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return super()._prepare_inputs(inputs)
+
+
+@pytest.mark.parametrize(
+    ("bases", "expected"),
+    [((WindowHooks, Trainer), True), ((WindowHooks, SFTTrainer), True), ((WindowHooks, Prepared), False)],
+    ids=lambda given: given if isinstance(given, bool) else given[1].__name__,
+)
+def test_windows_are_compared_again_if_a_class_may_change_them(bases: tuple[type, ...], expected: bool) -> None:
+    assert _trains_as_fetched(type("Ours", bases, {})) is expected
+
+
+def test_a_step_in_front_may_change_windows() -> None:
+    step = {"training_step": Watched.training_step}
+    assert not _trains_as_fetched(type("Ours", (WindowHooks, SFTTrainer), step))
+    assert _trains_as_fetched(type("Ours", (WindowHooks, Watched), {}))  # behind ours, it runs with single batches
