@@ -73,7 +73,7 @@ def _contents(batch: Any) -> dict[Any, tuple[Any, int]]:
     }
 
 
-def _trains_as_fetched(kind: type) -> bool:
+def trains_as_fetched(kind: type) -> bool:
     """Returns whether no class of a trainer can change a batch after ranks have compared the batches they fetched."""
     changing = "get_batch_samples", "_prepare_inputs", "_prepare_input"
     owners = {base for base in kind.__mro__ for name in changing if name in vars(base)}
@@ -193,7 +193,7 @@ class WindowHooks(TrainerAttributes):
             if not _has_stock_step(type(self)):
                 agree_on_action("a window is trained")  # a user's override may have started with work on a single rank
             scale = self.loss_scale(num_items_in_batch, self._num_parts)
-            window.losses = self._run_window(window, scale, _trains_as_fetched(type(self)))
+            window.losses = self._run_window(window, scale, trains_as_fetched(type(self)))
         loss = window.losses[window.num_returned]
         window.num_returned += 1
         if window.num_returned == len(window.batches):

@@ -11,7 +11,7 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 from hf_helix.integrations.trainer.stock import StockTrainer
-from hf_helix.integrations.trainer.training_step import WindowHooks, _trains_as_fetched
+from hf_helix.integrations.trainer.training_step import WindowHooks, trains_as_fetched
 from hf_helix.runtime.failures.values import Health
 
 
@@ -104,10 +104,10 @@ class Prepared(Trainer):
     ids=lambda given: given if isinstance(given, bool) else given[1].__name__,
 )
 def test_windows_are_compared_again_if_a_class_may_change_them(bases: tuple[type, ...], expected: bool) -> None:
-    assert _trains_as_fetched(type("Ours", bases, {})) is expected
+    assert trains_as_fetched(type("Ours", bases, {})) is expected
 
 
 def test_a_step_in_front_may_change_windows() -> None:
     step = {"training_step": Watched.training_step}
-    assert not _trains_as_fetched(type("Ours", (WindowHooks, SFTTrainer), step))
-    assert _trains_as_fetched(type("Ours", (WindowHooks, Watched), {}))  # behind ours, it runs with single batches
+    assert not trains_as_fetched(type("Ours", (WindowHooks, SFTTrainer), step))
+    assert trains_as_fetched(type("Ours", (WindowHooks, Watched), {}))  # behind ours, it runs with single batches
