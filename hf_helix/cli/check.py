@@ -128,7 +128,7 @@ def _misfits(subject: Subject, configs: Sequence[HelixConfig]) -> list[tuple[Hel
 def _print_operators(subject: Subject, sizes: Mapping[str, Any]) -> None:
     """Prints the units of a model on the first rank of a layout. Nothing is communicated."""
     from hf_helix.models.graph.context import ParallelContext
-    from hf_helix.models.registry import family_of
+    from hf_helix.models.registry import family_for
     from hf_helix.operators.communication.transport import Axis, SilentTransport
 
     if sizes.get("pp_size", 1) > 1:
@@ -138,7 +138,8 @@ def _print_operators(subject: Subject, sizes: Mapping[str, Any]) -> None:
     tp, cp, experts = (
         Axis(SilentTransport(size, 0)) for size in (config.tp_size, config.cp_size, config.ep_size * config.tp_size)
     )
-    print(_text_of_units(model, family_of(model).units(model, ParallelContext(tp, cp, experts))))
+    family = family_for(model, config.tp_size)
+    print(_text_of_units(model, family.units(model, ParallelContext(tp, cp, experts))))
 
 
 def _join_ranks() -> None:

@@ -28,7 +28,7 @@ from hf_helix.engine.synthetic import model_on_meta
 from hf_helix.models.derived.family import Family
 from hf_helix.models.derived.towers import IMAGES
 from hf_helix.models.graph.experts import is_experts
-from hf_helix.models.registry import family_of
+from hf_helix.models.registry import check_ranks, family_for, family_of
 from hf_helix.models.stock.peft import base_of
 from hf_helix.operators.experts.moe import assuming
 from hf_helix.operators.units.unit import Unit
@@ -90,15 +90,18 @@ class Counter:
             images: in the rows of a micro-batch.
             crossing: the axes between nodes.
         """
-        kinds, sizes = self.kinds(bool(case.layers_per_stage)), case.sizes
-        kinds.family.check(self.base.config, sizes.tp)
+        sizes = case.sizes
+        check_ranks(self.base, sizes.tp)
+        family_for(self.base, sizes.tp)
+        kinds = self.kinds(bool(case.layers_per_stage))
         run = TYPES[case.dtype], backend, kinds, sizes.dp, images, crossing
         with assuming(case.imbalance), whole_logits() if case.whole_logits else nullcontext():
             return amounts_of(self.model, _config_of(case), case.batch, case.length, *run)
 
     def kinds(self, halved: bool = False) -> Kinds:
         """Returns the kinds of layers; with halves of layers only for cases that may cut layers (`halved`)."""
-        self._kinds = self._kinds or kinds_of(self.model)
+        if self._kinds is None or self._kinds.family is not family_of(self.base):
+            self._kinds = kinds_of(self.model)
         return self._kinds if halved else replace(self._kinds, halved=())
 
 
@@ -238,7 +241,8 @@ def check_cut(model: Any, kinds: Kinds, config: HelixConfig) -> None:
 
     def reason(tp_size: int) -> ValueError | None:
         try:
-            kinds.family.check(model.config, tp_size)
+            check_ranks(base_of(model), tp_size)
+            family_for(base_of(model), tp_size)
             tried = replace(config, tp_size=tp_size, pp_size=1)
             _declared(model, tried, _mesh_of(tried), replace(kinds, halved=()), None)
         except ValueError as error:

@@ -59,7 +59,7 @@ from hf_helix.models.direct_use import (
     refuse_saving,
     run_calls,
 )
-from hf_helix.models.registry import family_of
+from hf_helix.models.registry import family_for, family_of
 from hf_helix.models.stock.batch_inputs import LOSS_ALONE
 from hf_helix.models.stock.four_bit import open_four_bit
 from hf_helix.models.stock.peft import base_of, is_peft
@@ -160,6 +160,7 @@ class Engine(Diagnostics):
         Collective."""
         check_model(self.model, options.loss_tweaks, options.weights)
         check_sizes(self.model, self.config)
+        family_for(self.base, self.config.tp_size)
         check_float8(self.config.float8_recipe, self.mesh.device)
         elements = self.base.num_parameters(exclude_embeddings=True)
         open_four_bit(self.base)

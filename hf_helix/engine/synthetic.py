@@ -16,7 +16,7 @@ from hf_helix.config import HelixConfig
 from hf_helix.engine.cut.build import RunOptions, declare, start_runner
 from hf_helix.engine.cut.microbatches import LossScale, WindowMaker
 from hf_helix.engine.cut.recompute import modes_of
-from hf_helix.models.registry import family_of
+from hf_helix.models.registry import family_for
 from hf_helix.models.stock.causal_lm import build_language_model, read_config
 from hf_helix.runtime.distributed.mesh import Mesh, mesh_of
 from hf_helix.runtime.microbatch import MicroBatch
@@ -84,7 +84,7 @@ class Workload:
     ) -> None:
         self.model = model_on_meta(model_config)
         self.mesh = mesh or mesh_of(config, device)
-        modes = modes_of(family_of(self.model).layers(self.model), None, config)
+        modes = modes_of(family_for(self.model, config.tp_size).layers(self.model), None, config)
         self.about = fingerprint(self.model, self.mesh, config, autocast_dtype, modes)
         self._maker = WindowMaker(self.model, self.mesh)
         declared = declare(self.model, config, self.mesh, modes, autocast_dtype=autocast_dtype)

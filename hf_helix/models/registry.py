@@ -10,7 +10,7 @@ from typing import Any
 import transformers
 from transformers import PreTrainedModel
 
-from hf_helix.models.derived.derived import DerivedFamily
+from hf_helix.models.derived.derived import DerivedFamily, check_heads
 from hf_helix.models.derived.family import Family
 from hf_helix.models.derived.model_code import check_traceable, other_code
 from hf_helix.models.families.gpt2 import GPT2
@@ -52,6 +52,32 @@ def family_of(model: Any) -> Family:
     is_settled = bool(family.traced) or getattr(model, "_is_cut_by_helix", False)
     is_ours = type(family).__module__ not in registered_elsewhere()
     return _derived(model) if is_ours and not is_settled and other_code(model) else family
+
+
+def family_for(model: Any, tp_size: int) -> Family:
+    """Returns the family of a model for a number of ranks. Ranks can share a key-value head only in a derived family:
+    then the model gets one, which `family_of` returns from then on.
+
+    Raises:
+        ValueError: see `family_of`.
+    """
+    return _derived(model) if _shares_keys(model, tp_size) else family_of(model)
+
+
+def check_ranks(model: Any, tp_size: int) -> None:
+    """Raises ValueError, with the option and a value that works, if `tp_size` ranks cannot share the model. The model
+    keeps its family."""
+    check = check_heads if _shares_keys(model, tp_size) else family_of(model).check
+    check(model.config, tp_size)
+
+
+def _shares_keys(model: Any, tp_size: int) -> bool:
+    """Returns whether several ranks share a key-value head of a model whose family the package declares."""
+    family = family_of(model)
+    if family.needs_proof or type(family).__module__ in registered_elsewhere():
+        return False
+    count = getattr(model.config, "num_key_value_heads", None)
+    return isinstance(count, int) and count < tp_size and tp_size % count == 0
 
 
 _FAMILY = "family_of_helix"

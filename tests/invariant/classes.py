@@ -126,6 +126,9 @@ add("llama mha tied eager", {**TIED, **MHA, **EAGER}, "tp2:right", slow=False, l
 add("llama a token or two", {"num_hidden_layers": 1}, "tp2:right", slow=False, lengths=(1, 2, 3))
 add("llama six layers", {"num_hidden_layers": 6}, "tp2:left", lengths=(17, 9, 13))  # quick in test_plans.py
 add("llama mha tied", {**MHA, **TIED}, "tp4:left cp4:right", count=5)
+ONE_KEY = {"num_key_value_heads": 1}  # which ranks share
+add("llama one key", {"num_hidden_layers": 1, **ONE_KEY}, "tp2:left", slow=False)
+add("llama one key", ONE_KEY, "tp2+pp2:right tp2+cp2:packed tp4:left")
 
 
 def add_pipelines(layout: str, tied: bool, *counts: int, slow: bool = True) -> None:
@@ -196,6 +199,7 @@ BALANCED_PHIMOE = {"family": "phimoe", **BALANCED}
 add("phimoe balanced", BALANCED_PHIMOE, "dp2+ep2:left cp2:dense", slow=False)
 add("phimoe balanced", BALANCED_PHIMOE, "tp2+dp2+ep2:right pp2+dp2+ep2:right dp4+ep2:right", slow=False)
 add("phimoe", {"family": "phimoe"}, "tp2:right", slow=False)
+add("phimoe one key", {"family": "phimoe", **ONE_KEY}, "tp2:right tp2+dp2+ep2:left")
 DENSE_BETWEEN = {"family": "qwen3_moe", **THREE, "mlp_only_layers": [1], **BALANCED}
 add("qwen3_moe balanced, dense between", DENSE_BETWEEN, "dp2+ep2:left")
 for all_to in ((3, 2), (1,)):  # so that some ranks get no token

@@ -20,7 +20,7 @@ import torch
 
 from hf_helix.config import HelixConfig
 from hf_helix.models.graph.context import LossTweaks
-from hf_helix.models.registry import family_of
+from hf_helix.models.registry import check_ranks, family_of
 from hf_helix.models.stock.causal_lm import check_head, has_towers
 from hf_helix.models.stock.four_bit import check_storage, four_bit_weights
 from hf_helix.models.stock.peft import LORA, base_of, check_adapters, is_peft
@@ -89,14 +89,15 @@ def check_sizes(model: Any, config: HelixConfig) -> None:
     Raises:
         ValueError: names the values that work.
     """
+    base = base_of(model)
     try:
-        family, options = family_of(base_of(model)), base_of(model).config
+        family_of(base)
     except (ValueError, AttributeError):
         return
 
     def fits(size: int) -> bool:
         try:
-            family.check(options, size)
+            check_ranks(base, size)
         except ValueError:
             return False
         return True
@@ -104,7 +105,7 @@ def check_sizes(model: Any, config: HelixConfig) -> None:
     world = world_size()
     check_world(world, config.tp_size, config.pp_size, config.cp_size, config.ep_size, fits)
     try:
-        family.check(options, config.tp_size)
+        check_ranks(base, config.tp_size)
     except ValueError as error:
         share = world // (config.pp_size * config.cp_size)
         works = [str(size) for size in range(1, share + 1) if share % size == 0 and fits(size)]

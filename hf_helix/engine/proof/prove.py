@@ -54,7 +54,7 @@ from hf_helix.engine.proof.reference import (
 )
 from hf_helix.engine.proof.verdict import ComparedWindow, Proof, compare, float8_error
 from hf_helix.models.graph.context import LossTweaks
-from hf_helix.models.registry import family_of
+from hf_helix.models.registry import family_for, family_of
 from hf_helix.models.small_config import EXPERT_COUNTS, default_config, small_config
 from hf_helix.models.stock.batch_inputs import LOSS_ALONE
 from hf_helix.models.stock.causal_lm import build_causal_lm, check_causal_lm_class, classifier_classes, read_config
@@ -272,7 +272,7 @@ class _Copy:
         self.joined_elsewhere: set[str] = set()
         self.compares = mesh.pipe.rank == mesh.cp.rank == mesh.tp.rank == 0
         self.unsplit = Unsplit(self.model, mesh.device) if self.compares else None
-        self.is_recurrent = family_of(self.model).is_recurrent
+        self.is_recurrent = family_for(self.model, config.tp_size).is_recurrent
         self.windows = self._make_windows()
 
     def _make_windows(self) -> list[dict[str, list[Batch]]]:
@@ -441,8 +441,14 @@ class _Copy:
         """The outcome of the unsplit model for a window, with gradients averaged over data-parallel ranks."""
         everywhere = [unsplit.run(window[kind]).gradients for window in self.windows]
         total = add_up(everywhere)
-        mean = {name: total[name] / len(everywhere) for name in total if name not in self.joined_elsewhere}
-        return replace(unsplit.run(batches), gradients=mean)
+        mean = {name: gradient / len(everywhere) for name, gradient in total.items()}
+        unused = {
+            name: torch.zeros((), dtype=torch.float64).expand(parameter.shape)
+            for name, parameter in unsplit.model.named_parameters()
+            if parameter.requires_grad and name not in mean
+        }
+        gradients = {name: value for name, value in (mean | unused).items() if name not in self.joined_elsewhere}
+        return replace(unsplit.run(batches), gradients=gradients)
 
 
 @contextlib.contextmanager

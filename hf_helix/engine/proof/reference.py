@@ -195,7 +195,8 @@ class Unsplit:
         return self._moved
 
     def run(self, batches: Sequence[Batch]) -> Outcome:
-        """Returns the losses, the sum of the gradients, and the logits of the first batch."""
+        """Returns the losses, the sum of the gradients, and the logits of the first batch. Parameters that no batch
+        uses, such as a tower's, have no gradient: zeros for each batch could be larger than all else."""
         outcomes = [self._run_one(batch) for batch in batches]
         gradients = add_up(outcome.gradients for outcome in outcomes)
         return Outcome(tuple(outcome.losses[0] for outcome in outcomes), gradients, outcomes[0].logits)
@@ -215,11 +216,7 @@ class Unsplit:
         self.model.zero_grad()
         loss, logits = self._forward(batch)
         loss.backward()
-        gradients = {
-            name: (torch.zeros_like(p) if p.grad is None else p.grad).double().cpu()
-            for name, p in self.model.named_parameters()
-            if p.requires_grad
-        }
+        gradients = {name: p.grad.double().cpu() for name, p in self.model.named_parameters() if p.grad is not None}
         outcome = Outcome((float(loss.detach()),), gradients, logits.detach().double().cpu())
         self._known[id(batch)] = batch, outcome
         return outcome

@@ -77,6 +77,18 @@ DECLARE = (
 )
 
 
+def check_heads(config: Any, tp_size: int) -> None:
+    """Raises ValueError, with a value that works, unless ranks have equal numbers of heads in every layer; several
+    ranks may share a key-value head."""
+    config = config.get_text_config()
+    names = {"attention heads": "num_attention_heads", "key-value heads": "num_key_value_heads"}
+    for layer in layer_configs(config):
+        counts = {words: getattr(layer, name, None) for words, name in names.items()}
+        heads = {words: count for words, count in counts.items() if isinstance(count, int)}
+        if heads:
+            check_cuts(tp_size, heads, {"vocab_size": config.vocab_size}, shared=("key-value heads",))
+
+
 class DerivedFamily(Family):
     """The family of one model, which has all parameters.
 
@@ -90,7 +102,7 @@ class DerivedFamily(Family):
         self.model_class = type(base).__name__
         self.traced = {id(module): forward_of(module) for module in base.modules()}
         width = getattr(base.config.get_text_config(), "hidden_size", None)
-        self._width = width if isinstance(width, int) else base.get_input_embeddings().weight.shape[1]
+        self._width = width if isinstance(width, int) else super().width(base)
         self._num_positions = getattr(base.config.get_text_config(), "max_position_embeddings", None) or 0
         with refusing(base):
             if has_towers(base) and not has_stock_loss(base):
@@ -222,6 +234,9 @@ class DerivedFamily(Family):
         handed = (b.indices(HANDED, lambda ids: ids.new_empty(0), side=("ids",)),) if has_handed else ()
         features = (FEATURES,) if self._has_features else ()
         return b.build(x, *self.balance_start(b, model), *features, *handed)
+
+    def width(self, model: Any) -> int:
+        return self._width  # projections may stand between the embedding and the layers, as in OPT-350M
 
     def empty(
         self, model: Any, tp_size: int, ends_at_decoder: bool = False, dtype: torch.dtype | None = None
@@ -396,16 +411,7 @@ class DerivedFamily(Family):
     # -- checks ----------------------------------------------------------------------------------------------------
 
     def check(self, config: Any, tp_size: int) -> None:
-        config = config.get_text_config()
-        names = (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads"))
-        counts = [tuple(getattr(layer, name, None) for name, _ in names) for layer in layer_configs(config)]
-        for of_layer in dict.fromkeys(counts):
-            heads = {words: count for count, (_, words) in zip(of_layer, names, strict=True) if isinstance(count, int)}
-            keys = heads.get("key-value heads", tp_size)
-            if keys < tp_size and tp_size % keys == 0:
-                del heads["key-value heads"]  # ranks share them
-            if heads:
-                check_cuts(tp_size, heads, {"vocab_size": config.vocab_size})
+        check_heads(config, tp_size)
 
     def check_experts(self, model: Any, sharing: ParallelContext) -> None:
         counts = self._expert_counts()

@@ -235,6 +235,11 @@ class Family(ABC):
         """Returns the rows of the table of positions; None if every position has an embedding."""
         return None
 
+    def width(self, model: Any) -> int:
+        """Returns the number of features that a layer hands on for each token."""
+        width: int = model.get_input_embeddings().weight.shape[1]
+        return width
+
     def empty(
         self, model: Any, tp_size: int, ends_at_decoder: bool = False, dtype: torch.dtype | None = None
     ) -> Callable[[Mapping[str, Any]], Tensors]:
@@ -247,8 +252,7 @@ class Family(ABC):
             ends_at_decoder: whether the caller computes the loss, so that layers pass no sums on.
             dtype: of the outputs; None for the type of the embedding.
         """
-        weight = model.get_input_embeddings().weight
-        hidden, dtype = weight.shape[1], dtype or weight.dtype
+        hidden, dtype = self.width(model), dtype or model.get_input_embeddings().weight.dtype
         balance = None if ends_at_decoder else self.balance(model)
 
         def make(side: Mapping[str, Any]) -> Tensors:
@@ -374,16 +378,23 @@ def number_distinct_graphs(units: Sequence[Unit]) -> list[Unit]:
     return named
 
 
-def check_cuts(tp_size: int, heads: Mapping[str, int], lengths: Mapping[str, int]) -> None:
+def check_cuts(
+    tp_size: int, heads: Mapping[str, int], lengths: Mapping[str, int], shared: Collection[str] = ()
+) -> None:
     """Raises ValueError unless all ranks get equal numbers of heads, and equal parts of every cut dimension.
 
     Args:
         tp_size: the number of tensor-parallel ranks.
         heads: the numbers of heads, by their names.
         lengths: the lengths of dimensions, by their options.
+        shared: the names of heads that several ranks may share.
     """
-    if any(count % tp_size for count in heads.values()):
-        works = [size for size in range(1, min(heads.values()) + 1) if not any(n % size for n in heads.values())]
+
+    def fits(size: int) -> bool:
+        return all(count % size == 0 or (name in shared and size % count == 0) for name, count in heads.items())
+
+    if not fits(tp_size):
+        works = [size for size in range(1, max(heads.values()) + 1) if fits(size)]
         counts = " and ".join(f"{count} {name}" for name, count in heads.items())
         raise ValueError(
             f"tp_size={tp_size} must divide the model's {counts}; values that work: {', '.join(map(str, works))}; "

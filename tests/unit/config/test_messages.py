@@ -18,7 +18,7 @@ from hf_helix.engine.cut.checks import check_sizes, warn_bf16_weights
     [
         (3, {"tp_size": 2}, ["tp_size=2 must divide the world size, 3 processes", "values that work: 1"]),
         (6, {"tp_size": 6}, ["4 attention heads and 2 key-value heads", "with 6 processes, tp_size=1 or 2)"]),
-        (4, {"tp_size": 4, "pp_size": 1}, ["2 key-value heads", "with 4 processes, tp_size=1 or 2)"]),
+        (8, {"tp_size": 8, "pp_size": 1}, ["2 key-value heads", "with 8 processes, tp_size=1 or 2 or 4)"]),
         (4, {"tp_size": 2, "pp_size": 4}, ["pp_size=4 must divide", "values that work: 1, 2"]),
     ],
 )
