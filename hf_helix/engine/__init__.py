@@ -3,6 +3,7 @@
 engine            trains windows, evaluates, clips, saves: the engine of the Trainer and of a loop
 diagnostics       measurements of the cut model: the figures of the logs, overlap, comparisons, memory, traces
 calls             calls of the model by a script, with arguments of each rank's own
+call_state        the state that such a call reads besides its arguments: adapters, modes, buffers
 mixed_types       parameters of several types, such as norms in fp32 in a model in bf16
 optimizer_shards  ZeRO: an optimizer that steps shards, and full weights in the model for a while
 advice            the findings of the doctor, for the start of a run

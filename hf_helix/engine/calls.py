@@ -31,14 +31,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_helix.engine.call_state import CallState
 from hf_helix.models.direct_use import is_direct_use_allowed
-from hf_helix.runtime.deferred_backward import modes_kept
 from hf_helix.runtime.distributed import agreement
 from hf_helix.runtime.distributed.agreement import agree_on_action, all_gather_object, meet
 from hf_helix.runtime.distributed.contents import arguments_number
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.distributed.random_state import State, read_random, write_random
-from hf_helix.runtime.divided import is_recording, is_running_model_code
+from hf_helix.runtime.divided import full_parameters, is_recording, is_running_model_code
 from hf_helix.runtime.failures.heartbeat import watched
 
 STREAMER = "streamer"
@@ -55,7 +55,7 @@ class Request(NamedTuple):
         model: the number of the model, see `Calls`.
         name: of the function that is called.
         number: of the arguments; equal on ranks that share a batch if their arguments are equal.
-        content: the pickled arguments, the modes of the model's modules, and the types of autocast.
+        content: the pickled arguments, and the state of the model, see `CallState`.
         random: the random state of the rank.
         unsent: the argument that other ranks cannot get; empty if they can get all.
     """
@@ -82,7 +82,7 @@ class Calls:
         self, model: nn.Module, mesh: Mesh, running: Callable[[], AbstractContextManager[object]], are_shared: bool
     ) -> None:
         self.number, self.are_shared = max(all_gather_object(next(_numbers))), are_shared
-        self._model, self._mesh, self._running = model, mesh, running
+        self._state, self._mesh, self._running = CallState(model, mesh.device), mesh, running
         self._functions: dict[str, Callable[..., Any]] = {}
         _known[self.number] = self
         if are_shared and world_size() > 1:
@@ -107,7 +107,7 @@ class Calls:
         if kwargs.get(SYNCED):
             kwargs = {**kwargs, SYNCED: False}
         mesh, shown = self._mesh, {key: value for key, value in kwargs.items() if key != STREAMER}
-        number = arguments_number([args, shown]) if mesh.ranks_per_batch > 1 else 0
+        number = arguments_number([args, shown, self._state.compared()]) if mesh.ranks_per_batch > 1 else 0
         with watched():
             what = "generate() is called" if name == "generate" else "the model is called without gradients"
             meeting = meet(f"{what} (model {self.number})", (), True, mesh, number) if world_size() > 1 else None
@@ -122,14 +122,15 @@ class Calls:
 
     def _request(self, name: str, number: int, args: Any, kwargs: Mapping[str, Any]) -> Request:
         """Returns a call of this rank for the others."""
-        modes = {path: module.training for path, module in self._model.named_modules()}
-        device = self._mesh.device
-        kinds = {kind: _autocast_of(kind) for kind in dict.fromkeys(("cpu", device.type))}
-        content, unsent = _pickled([args, kwargs, modes, kinds]), ""
+        content, unsent = _pickled([args, kwargs, self._state.all()]), ""
         if content is None:
             named = {**{f"argument {place}": each for place, each in enumerate(args)}, **kwargs}
             unsent = next((each for each, value in named.items() if _pickled(value) is None), name)
-        return Request(self.number, name, number, content or b"", read_random(device), unsent)
+        return Request(self.number, name, number, content or b"", read_random(self._mesh.device), unsent)
+
+    def merged(self) -> dict[str, list[str]]:
+        """Returns the merged adapters of this rank's model."""
+        return self._state.merged()
 
     def take_turns(self, asked: Sequence[Request | None], mine: Request | None, call: Callable[[], Any] | None) -> Any:
         """Runs the calls of the ranks that share this rank's batch; returns the result of this rank's own. Collective.
@@ -145,40 +146,54 @@ class Calls:
         if self._mesh.sizes["ep"] > 1:  # ranks with other batches hold other experts, and gather them all
             here = here or [each for each in calls if each is not None][:1]
         result: Any = None
-        error: Exception | None = None
-        turns: dict[tuple[str, int], Request] = {}
-        for each in here:
-            turns.setdefault((each.name, each.number), each)
+        own: Exception | None = None
+        texts = []
+        turns = {(each.name, each.number): each for each in reversed(here)}
         with self._running():
-            for request in turns.values():
-                is_mine = mine is not None and (mine.name, mine.number) == (request.name, request.number)
-                if not is_mine or call is None:
-                    self._run_for_another(request)
-                    continue
-                write_random(request.random, device)
+            for key in dict.fromkeys((each.name, each.number) for each in here):
+                is_mine, error = mine is not None and (mine.name, mine.number) == key, None
                 try:
-                    result = call()
-                except Exception as raised:  # also if others run the call, which go on
+                    if is_mine and call is not None:
+                        write_random(turns[key].random, device)
+                        result = call()
+                    else:
+                        self._run_for_another(turns[key])
+                except Exception as raised:
                     error = raised
-        if error is not None:
-            raise error
+                own = error if is_mine else own
+                texts.append(f"{type(error).__name__}: {error}" if error is not None else "")
+        self._check_errors(all_gather_object(texts))
+        if own is not None:
+            raise own
         return result
+
+    def _check_errors(self, of_ranks: Sequence[Sequence[str]]) -> None:
+        """Raises RuntimeError on every rank if a call failed on some of the ranks that ran it: then the fault is not in
+        its arguments, of which the rank with the call raises an error.
+
+        Args:
+            of_ranks: for every rank and every call that it ran the error; empty without one.
+        """
+        size = self._mesh.ranks_per_batch
+        for first in range(0, len(of_ranks), size):
+            for texts in zip(*of_ranks[first : first + size], strict=True):
+                failed = [(first + place, text) for place, text in enumerate(texts) if text]
+                if 0 < len(failed) < size:
+                    place, text = failed[0]
+                    raise RuntimeError(
+                        f"a call of the model that ranks run together failed on rank {place} only: {text}"
+                    )
 
     def _run_for_another(self, request: Request) -> None:
         """Runs a call of another rank, in the state of that rank."""
         device, before = self._mesh.device, read_random(self._mesh.device)
-        args, kwargs, modes, kinds = pickle.loads(request.content)
-        with contextlib.ExitStack() as state:
-            state.enter_context(modes_kept(self._model.modules()))
-            state.callback(write_random, before, device)
-            for kind, (is_on, dtype) in kinds.items():
-                state.enter_context(torch.autocast(kind, dtype, enabled=is_on))
-            for path, module in self._model.named_modules():
-                module.training = modes.get(path, module.training)
+        args, kwargs, state = pickle.loads(request.content)
+        with self._state.taken_over(state), torch.no_grad():
             write_random(request.random, device)
-            # An error of the arguments is raised on the rank with the call.
-            with torch.no_grad(), contextlib.suppress(ValueError, TypeError, LookupError):
+            try:
                 self._functions[request.name](*args, **kwargs)
+            finally:
+                write_random(before, device)
 
     def add(self, name: str, function: Callable[..., Any]) -> None:
         """Names a function of the model, so that ranks can run it for others before they call it themselves."""
@@ -200,9 +215,11 @@ def take_turns(mine: Request | None = None, call: Callable[[], Any] | None = Non
     Raises:
         ValueError: on every rank, names an argument that other ranks cannot get.
     """
-    with watched():
-        asked = all_gather_object(mine)
+    with watched(), full_parameters():
+        of_ranks = all_gather_object((mine, {number: calls.merged() for number, calls in _known.items()}))
+        asked = [request for request, _ in of_ranks]
         _refuse_unsent(asked)
+        _refuse_merged(asked, [merged for _, merged in of_ranks])
         agreement.awaited = ""
         result = None
         for number in sorted({each.model for each in asked if each is not None}):
@@ -219,6 +236,19 @@ def _refuse_unsent(asked: Sequence[Request | None]) -> None:
                 f"rank {place} calls the model ({each.name}) with other arguments than the ranks that hold the rest of "
                 f"the model, so they run the call for each other, and {each.unsent} cannot be handed to them (it "
                 "cannot be pickled): give every rank the same arguments, or use a function of a module for it"
+            )
+
+
+def _refuse_merged(asked: Sequence[Request | None], of_ranks: Sequence[Mapping[int, Mapping[str, Any]]]) -> None:
+    """Refuses calls of a model whose adapters are merged into the weights on some ranks."""
+    for model in {each.model for each in asked if each is not None}:
+        merged = [of_rank.get(model) for of_rank in of_ranks]
+        other = next((place for place, each in enumerate(merged) if each != merged[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"the model is called while its adapters are merged on rank {other if merged[other] else 0} only, and "
+                "other ranks hold the rest of its weights: merge on every rank, as in model.merge_adapter() without "
+                "`if trainer.is_world_process_zero():`"
             )
 
 
@@ -271,10 +301,6 @@ def _pickled(value: Any) -> bytes | None:
     except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError, RecursionError):
         return None
     return buffer.getvalue()
-
-
-def _autocast_of(kind: str) -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 # -- collectives of the script ---------------------------------------------------------------------------------------

@@ -582,7 +582,12 @@ class Engine(Diagnostics):
 
     @plain_parameters()
     def evaluate(
-        self, batch: Mapping[str, Any], scale: LossScale, step: int, keep_logits: bool = False
+        self,
+        batch: Mapping[str, Any],
+        scale: LossScale,
+        step: int,
+        keep_logits: bool = False,
+        is_compared: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Runs forward only. Collective.
 
@@ -591,11 +596,13 @@ class Engine(Diagnostics):
             scale: the factors of the loss.
             step: see `train_window`.
             keep_logits: whether logits are also returned.
+            is_compared: see `train_window`.
 
         Returns:
             The loss, and if asked for the logits [batch, sequence, vocabulary], on every rank.
         """
-        agree_on_action("a batch is evaluated", mesh=self.mesh, given=[batch])
+        if not is_compared:
+            agree_on_action("a batch is evaluated", mesh=self.mesh, given=[batch])
         self._check_unchanged()
         self.check_value_bounds(batch)
         self.model.eval()

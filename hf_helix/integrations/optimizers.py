@@ -18,6 +18,8 @@ from hf_helix.checkpoint.training_state import named_states
 from hf_helix.config import HelixConfig
 from hf_helix.engine.engine import Engine
 from hf_helix.engine.optimizer_shards import PlainStep, steps_shards
+from hf_helix.runtime.distributed.agreement import agree_on_action
+from hf_helix.runtime.failures.heartbeat import watched
 
 ELEMENT, BLOCK, MATRIX, MODEL = GRANULARITIES = ("element", "block", "matrix", "model")
 """What an optimizer reads to update an element: the element alone; the elements of a block with a common scale, as of
@@ -267,15 +269,23 @@ class _StepArguments(tuple[Any, ...]):
     context: Any
 
 
-def watch_steps(engine: Engine) -> None:
+def watch_steps(engine: Engine, meets: bool = False) -> None:
     """Hands this rank's shards to every optimizer of the model's parameters at its first step, while the cut model
-    lives."""
+    lives.
+
+    Args:
+        engine: of the cut model.
+        meets: whether ranks meet before every step, since one may still call the model.
+    """
     rank_units, config = engine.runner.rank_units, engine.config
     owned, alive = {*rank_units.all_placements, *rank_units.shards.values()}, weakref.ref(engine)
 
     def take_over(optimizer: Any, args: Any, kwargs: Any) -> Any:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         owner = alive()
+        if meets and owner is not None and (steps_shards(optimizer) or not owned.isdisjoint(held)):
+            with watched():
+                agree_on_action("optimizer.step() is called")
         if owner is not None and not steps_shards(optimizer) and not owned.isdisjoint(held):
             _check_optimizer_class("optimizer", optimizer, config)
             owner.step_shards(optimizer)

@@ -34,6 +34,7 @@ from torch.nn import functional
 
 from hf_helix.operators.parameters.host_shard import arrived
 from hf_helix.operators.torch_functions import UNTAGGED, is_elementwise, is_in_place, map_tensors
+from hf_helix.runtime.distributed import agreement
 from hf_helix.runtime.distributed.agreement import agree_on_action
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.division import Division
@@ -52,6 +53,7 @@ class DividedTensor(Tensor):
     _division: Any  # a `Division`; None once a parameter has got another shape, and every rank all of it
     _path: tuple[Callable[[Any], Any], ...] = ()
     _parameter: Any  # of a view, the divided tensor that the path begins at
+    _alias_of: Any = None  # the parameter whose memory it shares, if a script has read it from one
 
     @classmethod
     def __torch_function__(
@@ -211,6 +213,25 @@ def _share_of_loss(gradient: Tensor, count: int) -> Tensor:
     return gradient if _depth else gradient / count
 
 
+_written: set[int] = set()  # the parameters, by id, that a script has written since the last meeting of all ranks
+_num_meetings = -1  # at that time
+
+
+def _meet_before_write(value: DividedTensor) -> None:
+    """Waits for all ranks before a script's write to a parameter: a rank may still call the model, with the values from
+    before. Writes to several parameters in a row meet once. Collective."""
+    global _num_meetings
+    parameter = _parameter_of(value)
+    if parameter is None or is_recording() or _full_values:
+        return
+    if id(parameter) in _written or _num_meetings != agreement.num_meetings:
+        _written.clear()
+        with watched():
+            agree_on_action("a parameter is written")
+        _num_meetings = agreement.num_meetings
+    _written.add(id(parameter))
+
+
 _live: weakref.WeakSet[DividedParameters] = weakref.WeakSet()
 _depth = 0
 
@@ -229,6 +250,23 @@ def plain_parameters() -> Iterator[None]:
         _depth -= 1
         if not _depth:
             _show(full=True)
+
+
+@contextlib.contextmanager
+def full_parameters() -> Iterator[None]:
+    """Returns the context in which parameters are as scripts see them, also inside of `plain_parameters` and of a
+    function of a divided parameter."""
+    global _depth
+    before, _depth = _depth, 0
+    if before:
+        _show(full=True)
+    try:
+        with torch._C._EnableTorchFunction():
+            yield
+    finally:
+        _depth = before
+        if before:
+            _show(full=False)
 
 
 def _show(full: bool) -> None:
@@ -366,6 +404,11 @@ def _root(value: Any) -> Any:
     return value._parameter if value._path else value
 
 
+def _parameter_of(value: DividedTensor) -> Any:
+    """The parameter whose memory a tensor shares; None if it has its own."""
+    return value if isinstance(value, DividedParameter) else value._alias_of
+
+
 def _is_trained(value: Any) -> bool:
     return isinstance(value, DividedTensor) and bool(_root(value).requires_grad)
 
@@ -440,6 +483,7 @@ def _read_attribute(value: DividedTensor, attribute: str, get: Any) -> Any:
         return _view(value, get)
     if attribute == "data":
         data = value if value._path else _divided(_held(value), value._division)
+        data._alias_of = _parameter_of(value)
         if isinstance(value, DividedParameter):
             value._aliases = [*(each for each in value._aliases if each() is not None), weakref.ref(data)]
         return data
@@ -449,6 +493,7 @@ def _read_attribute(value: DividedTensor, attribute: str, get: Any) -> Any:
 def _write_attribute(value: DividedTensor, attribute: str, new: Any) -> None:
     held = _held(value)
     if attribute == "data" and not value._path:
+        _meet_before_write(value)
         if _outline(new).shape != value._division.shape:  # such as a resized table: every rank has the new values
             value.data, value._division = _full(new).detach(), None
             value.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -514,6 +559,7 @@ def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
     if records and isinstance(written, DividedParameter) and written.requires_grad:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     division, held = written._division, _held(written)
+    _meet_before_write(written)
     if not written._path and "out" not in kwargs:
         if is_elementwise(name):
             with contextlib.suppress(_NotElementwise):
@@ -635,7 +681,12 @@ def _run_elementwise(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     local = lambda each: _elements(each, division, held) if _outline(each).dim() else _full(each)  # noqa: E731
     result = _apply(func, args, kwargs, local)
     same = next((each for each in divided if _held(each) is result), None)
-    return same if same is not None else _divided(result, division)
+    if same is not None:
+        return same
+    made = _divided(result, division)
+    if getattr(func, "__name__", "") == "detach":
+        made._alias_of = _parameter_of(divided[0])
+    return made
 
 
 def _elements(value: Tensor, division: Division, held: Tensor) -> Tensor:
@@ -706,7 +757,7 @@ def _view(value: DividedTensor, step: Callable[[Any], Any]) -> Any:
 def _viewed(value: DividedTensor, *steps: Callable[[Any], Any]) -> DividedTensor:
     view = _divided(_held(value), value._division)
     view._path = (*value._path, *steps)
-    view._parameter = getattr(value, "_parameter", value)
+    view._parameter, view._alias_of = getattr(value, "_parameter", value), _parameter_of(value)
     return view
 
 

@@ -130,7 +130,7 @@ def _cut(
         USE_INSTEAD,
     )
     engine.move_to(accelerator.device)
-    watch_steps(engine)
+    watch_steps(engine, meets=True)
     model._is_accelerate_prepared = True  # nothing is left to wrap
     if loss is not None:
         run_in_mixed_precision(model, accelerator)

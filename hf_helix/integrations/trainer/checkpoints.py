@@ -93,6 +93,7 @@ class CheckpointHooks(TrainerAttributes):
                 if self._saves:
                     self._check_output_dir()
                 output = super().train(folder, *args, **kwargs)  # type: ignore[misc]
+                agree_on_action("trainer.train() has ended")  # a callback of one rank may still call the model
                 self._health.check()
                 return output
 

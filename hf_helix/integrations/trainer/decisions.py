@@ -23,7 +23,8 @@ from hf_helix.runtime.distributed.endings import advise_on_interrupt
 FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
 _STOPS = FLAGS[-2:]
 _EVENTS = {"on_epoch_begin", "on_step_end", "on_epoch_end", "on_evaluate", "on_save"}
-_RARE = ("on_step_begin", "on_substep_end")  # shared if a callback of any rank overrides the event
+# Shared if a callback of any rank overrides the event: it may call the model on one rank only.
+_RARE = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 # Events at which JITCheckpointCallback of a single rank would save by itself.
 _ALONE = ("on_step_begin", "on_pre_optimizer_step", "on_step_end", "on_epoch_end")
 
@@ -41,7 +42,7 @@ class CallbackDecisions:
         self._on_signal = [each.jit_manager for each in saving if each.jit_manager is not None]
         for callback in saving:
             for event in _ALONE:
-                setattr(callback, event, lambda *args, **kwargs: None)
+                setattr(callback, event, _nothing)
 
     def _call(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Calls the callbacks and shares their decisions. Collective at the events of the stock loop's decisions."""
@@ -60,8 +61,9 @@ class CallbackDecisions:
         asks = [any(_acts(callback, rare) for callback in self._handler.callbacks) for rare in _RARE]
         has_signal = [manager.is_checkpoint_requested for manager in self._on_signal]
         mine = [*(getattr(control, name) or name in self._late for name in FLAGS), *asks, any(has_signal)]
-        *flags, begins, inside, ends = agree_on_action(f"training goes on after {event}", mine)
-        self._asked = {rare for rare, asked in zip(_RARE, (begins, inside), strict=True) if asked}
+        *shared, ends = agree_on_action(f"training goes on after {event}", mine)
+        flags, asked = shared[: len(FLAGS)], shared[len(FLAGS) :]
+        self._asked = {rare for rare, is_asked in zip(_RARE, asked, strict=True) if is_asked}
         if ends and event == "on_step_end":  # no time is left for an evaluation
             flags = [flags[0], False, True, flags[3], True]
             for manager in self._on_signal:
@@ -73,7 +75,12 @@ class CallbackDecisions:
 
 def _acts(callback: Any, event: str) -> bool:
     """Returns whether a callback overrides an event."""
-    return getattr(getattr(callback, event), "__func__", None) is not getattr(TrainerCallback, event)
+    call = getattr(callback, event)
+    return call is not _nothing and getattr(call, "__func__", None) is not getattr(TrainerCallback, event)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Takes the place of an event of a callback."""
 
 
 # -- interrupts ----------------------------------------------------------------------------------------------------

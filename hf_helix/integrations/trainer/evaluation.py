@@ -100,10 +100,11 @@ class EvaluationHooks(TrainerAttributes):
         keeps = not prediction_loss_only and "logits" not in (ignore_keys or ())
         if not prediction_loss_only:
             check_outputs(self.model.config, ignore_keys)
+        agree_on_action("a batch is evaluated", mesh=self.helix.mesh, given=[inputs])
         batch = self._prepare_inputs(inputs)
         labels = batch.get("labels")
         scale = self.loss_scale(self._get_num_items_in_batch([batch], self.args.device))
-        loss, logits = self.helix.evaluate(batch, scale, self.state.global_step, keep_logits=keeps)
+        loss, logits = self.helix.evaluate(batch, scale, self.state.global_step, keep_logits=keeps, is_compared=True)
         known = None if labels is None else self._stock.take_losses(self, [batch], loss[None])[0]
         if prediction_loss_only:
             return known, None, None

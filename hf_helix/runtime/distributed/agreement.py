@@ -30,9 +30,10 @@ from hf_helix.runtime.distributed.random_state import random_number
 
 T = TypeVar("T")
 
-NUM_FLAGS = 8
+NUM_FLAGS = 12
 TOGETHER = "every rank must do so; write it without `if trainer.is_world_process_zero():`"
 
+num_meetings = 0  # equal on all ranks between two of their common actions
 awaited = ""  # the action that this rank is about to take, while it waits for the others
 
 
@@ -71,7 +72,8 @@ def meet(
         mesh: the mesh with the ranks that share a batch; None for an action without a comparison.
         given: the number of what this rank was given, see `hf_helix.runtime.distributed.contents`.
     """
-    global awaited
+    global awaited, num_meetings
+    num_meetings += 1
     awaited, mark = what + _script_line(), zlib.crc32(what.encode())
     size = 1 if mesh is None else mesh.ranks_per_batch
     compared = [random_number(mesh.device), given] if mesh is not None and size > 1 else [0, 0]

@@ -83,7 +83,25 @@ def alike_but_one(model: Any) -> Any:
     return gather_object(model.generate((first if rank() == 0 else other)[None], **OPTIONS).tolist())
 
 
-USES = {each.__name__: each for each in (together, one_by_one, empty, losses, cached, rank_0, alike_but_one)}
+def scaled(model: Any) -> Any:
+    """Weights that are scaled for calls of rank 0 only, and scaled back at once on the others."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+        found = [model(ids[None]).logits.square().sum().item() for ids in prompts(2)] if rank() == 0 else []
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    return gather_object([found])[0]
+
+
+def configured(model: Any) -> Any:
+    """Each rank has its own defaults."""
+    model.generation_config.max_new_tokens = 2 + rank()
+    return gather_object(model.generate(prompts(2)[1][None], pad_token_id=0, do_sample=False).tolist())
+
+
+_USES = (together, one_by_one, empty, losses, cached, rank_0, alike_but_one, scaled, configured)
+USES = {each.__name__: each for each in _USES}
 
 
 def weighted(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
