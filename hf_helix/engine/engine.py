@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_helix.checkpoint.background import Writes
 from hf_helix.checkpoint.cut_parameters import align_buffers, is_cut
 from hf_helix.checkpoint.load import load_adapters, load_parameters
-from hf_helix.checkpoint.save import save_full, save_pretrained
+from hf_helix.checkpoint.save import begin_save, save_full, save_pretrained
 from hf_helix.config import AUTO, HelixConfig
 from hf_helix.engine.advice import Advice
 from hf_helix.engine.calls import Calls, is_together, together
@@ -75,6 +76,7 @@ from hf_helix.runtime.distributed.agreement import (
     agree_on_action,
     agree_on_window,
     check_same_on_all_ranks,
+    decide_on_rank_0,
     on_all_ranks,
     sum_over_ranks,
 )
@@ -615,15 +617,32 @@ class Engine(Diagnostics):
             model: another model, made of the cut model by a script, such as by merging adapters; None for the cut
                 model. Another model, and a cut model with changed modules, is assembled in the memory of rank 0's host.
         """
-        self._align_buffers("the model is saved")
-        model = self.model if model is None else model
-        is_as_cut = model is self.model and not self._snapshot.change_of_structure()
-        check_same_on_all_ranks(f"{type(model).__name__}, as it was cut: {is_as_cut}", "models to save")
-        if is_as_cut and not is_peft(model):
+        model, is_as_cut = self._model_to_save(model)
+        if is_as_cut:
             with plain_parameters():
                 save_pretrained(model, self.runner.rank_units, self.mesh, folder, max_shard_size)
         else:
             save_full(model, folder, max_shard_size)
+
+    @watched()
+    def begin_save(self, folder: str | Path, copies: bool, model: Any = None) -> list[Writes]:
+        """Begins `save_pretrained` in a folder that nobody reads yet; returns what is left to do, see
+        `hf_helix.checkpoint.save.begin_save`. Adapters and changed models are written at once. Collective."""
+        model, is_as_cut = self._model_to_save(model)
+        decide_on_rank_0(lambda: Path(folder).mkdir(parents=True, exist_ok=True))
+        if is_as_cut:
+            with plain_parameters():
+                return [begin_save(model, self.runner.rank_units, self.mesh, Path(folder), copies=copies)]
+        save_full(model, folder)
+        return []
+
+    def _model_to_save(self, model: Any) -> tuple[Any, bool]:
+        """Returns the model to save, and whether each rank writes its part. Collective."""
+        self._align_buffers("the model is saved")
+        model = self.model if model is None else model
+        is_as_cut = model is self.model and not self._snapshot.change_of_structure()
+        check_same_on_all_ranks(f"{type(model).__name__}, as it was cut: {is_as_cut}", "models to save")
+        return model, is_as_cut and not is_peft(model)
 
     @plain_parameters()
     def load_weights(self, folder: str | Path) -> None:

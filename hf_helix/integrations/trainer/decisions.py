@@ -45,8 +45,9 @@ class CallbackDecisions:
 
     def _call(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Calls the callbacks and shares their decisions. Collective at the events of the stock loop's decisions."""
-        with model_for_trackers(self._trainer, event):
-            control = self._stock(event, args, state, control, **kwargs)
+        if event != "on_save" or not self._trainer.is_saving:  # else the event follows when the folder is complete
+            with model_for_trackers(self._trainer, event):
+                control = self._stock(event, args, state, control, **kwargs)
         is_log_of_step = event == "on_log" and self._trainer.is_in_train and "loss" in kwargs["logs"]
         if event in _EVENTS or is_log_of_step or event in self._asked:
             self._share(event, control)
@@ -59,8 +60,9 @@ class CallbackDecisions:
     def _share(self, event: str, control: Any) -> None:
         asks = [any(_acts(callback, rare) for callback in self._handler.callbacks) for rare in _RARE]
         has_signal = [manager.is_checkpoint_requested for manager in self._on_signal]
-        mine = [*(getattr(control, name) or name in self._late for name in FLAGS), *asks, any(has_signal)]
-        *flags, begins, inside, ends = agree_on_action(f"training goes on after {event}", mine)
+        is_writing = self._trainer.is_writing
+        mine = [*(getattr(control, name) or name in self._late for name in FLAGS), *asks, any(has_signal), is_writing]
+        *flags, begins, inside, ends, writes = agree_on_action(f"training goes on after {event}", mine)
         self._asked = {rare for rare, asked in zip(_RARE, (begins, inside), strict=True) if asked}
         if ends and event == "on_step_end":  # no time is left for an evaluation
             flags = [flags[0], False, True, flags[3], True]
@@ -69,6 +71,8 @@ class CallbackDecisions:
         self._agreed, self._late = {name for name, flag in zip(FLAGS, flags, strict=True) if flag}, set()
         for name in FLAGS:
             setattr(control, name, name in self._agreed)
+        if not writes:
+            self._trainer.end_save()
 
 
 def _acts(callback: Any, event: str) -> bool:
