@@ -370,7 +370,12 @@ class Engine(Diagnostics):
 
     @plain_parameters()
     def train_window(
-        self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int, is_compared: bool = False
+        self,
+        batches: Sequence[Mapping[str, Any]],
+        scale: LossScale,
+        step: int,
+        is_compared: bool = False,
+        may_begin: Callable[[int], bool] | None = None,
     ) -> list[Tensor]:
         """Runs forward and backward of a window; gradients are added to `parameter.grad`. Collective.
 
@@ -379,9 +384,14 @@ class Engine(Diagnostics):
             scale: the factors of the losses.
             step: the number of the optimizer step, a seed of randomness.
             is_compared: whether ranks that share the batches have compared them.
+            may_begin: asked before each micro-batch; False ends the window. Not asked by CUDA graphs, which replay a
+                window as a whole.
 
         Returns:
             The loss of every micro-batch, on every rank.
+
+        Raises:
+            WindowEnded: `may_begin` has ended the window, which leaves no gradients.
         """
         window = self.last_window = self._checked_window(batches, scale, step, is_compared)
         if self.graphs is not None:
@@ -391,7 +401,7 @@ class Engine(Diagnostics):
             if self.graphs is not None:
                 losses = self.graphs.train_window(self.runner, window)
             else:
-                losses = self.runner.train_window(window)
+                losses = self.runner.train_window(window, may_begin=may_begin)
         self._divided.note_gradients()
         return losses
 
@@ -486,6 +496,12 @@ class Engine(Diagnostics):
             self.limits.raise_if_invalid([torch.stack(bounds).amax(0).tolist()])
         self.last_window = self.called_decoder.window
         self._divided.note_gradients()
+
+    def drop_window(self) -> None:
+        """Ends a window of calls without its gradients."""
+        assert self.called_decoder is not None
+        self.called_decoder.drop()
+        self._bounds = []
 
     def _make_window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[MicroBatch]:
         is_shared = self.config.expert_capacity_factor is not None
@@ -626,8 +642,16 @@ class Engine(Diagnostics):
 
     @watched()
     def begin_save(self, folder: str | Path, copies: bool, model: Any = None) -> list[Writes]:
-        """Begins `save_pretrained` in a folder that nobody reads yet; returns what is left to do, see
-        `hf_helix.checkpoint.save.begin_save`. Adapters and changed models are written at once. Collective."""
+        """Begins `save_pretrained`; adapters and changed models are written at once. Collective.
+
+        Args:
+            folder: that nobody reads yet.
+            copies: see `hf_helix.checkpoint.save.begin_save`.
+            model: see `save_pretrained`.
+
+        Returns:
+            What is left to do.
+        """
         model, is_as_cut = self._model_to_save(model)
         decide_on_rank_0(lambda: Path(folder).mkdir(parents=True, exist_ok=True))
         if is_as_cut:

@@ -29,13 +29,14 @@ from hf_helix.checkpoint.whole import (
     GENERATORS,
     OPTIMIZER,
     check_whole,
+    is_complete,
     numbered,
     read_generators,
     read_schedule,
     with_remedy,
 )
 from hf_helix.integrations.trainer.decisions import prepare_for_interrupts
-from hf_helix.integrations.trainer.saving import SavingHooks, is_complete, unwrapped
+from hf_helix.integrations.trainer.saving import SavingHooks, unwrapped
 from hf_helix.integrations.upstream import overrides
 from hf_helix.planning.timing.sizes import Sizes, size_text
 from hf_helix.runtime.distributed.agreement import agree_on_action, decide_on_rank_0
@@ -77,7 +78,7 @@ class CheckpointHooks(SavingHooks):
             agree_on_action("trainer.train() is called")
             if resume_from_checkpoint or self._saves:
                 self._settle_stream()
-            with self._claimed_output_dir(), self._last_save_kept():
+            with self._claimed_output_dir(), self._last_save_kept(), self._preemptible():
                 folder = self._find_checkpoint(resume_from_checkpoint)
                 if self._saves:
                     self._check_output_dir()

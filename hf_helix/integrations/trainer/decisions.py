@@ -1,7 +1,7 @@
 """Decisions of callbacks: all ranks follow the decisions of any rank.
 
 In:   the control of a trainer, after the events at which the stock loop reads the control.
-Out:  equal flags on every rank; with `enable_jit_checkpoint`, SIGTERM to any rank causes a single checkpoint of all.
+Out:  equal flags on every rank; with `enable_jit_checkpoint`, a signal to any rank causes a single checkpoint of all.
       Ctrl-C ends a run with a sentence on the last checkpoint.
 Must hold: flags set at another moment, such as by a signal handler, wait for the next of these events. The sentence
 writes nothing and does not keep the trainer alive.
@@ -38,7 +38,6 @@ class CallbackDecisions:
         self._late: set[str] = set()  # flags of this rank, not yet shared
         self._asked: set[str] = set()  # rare events that a callback of any rank overrides
         saving = [each for each in self._handler.callbacks if isinstance(each, JITCheckpointCallback)]
-        self._on_signal = [each.jit_manager for each in saving if each.jit_manager is not None]
         for callback in saving:
             for event in _ALONE:
                 setattr(callback, event, lambda *args, **kwargs: None)
@@ -55,19 +54,21 @@ class CallbackDecisions:
             self._late |= {name for name in _STOPS if getattr(control, name)} - self._agreed
             for name in _STOPS:
                 setattr(control, name, name in self._agreed)
+        if event == "on_substep_end" and self._trainer.is_preempted:
+            self._trainer.restore_before_window()
+            control.should_training_stop = True
         return control
 
     def _share(self, event: str, control: Any) -> None:
         asks = [any(_acts(callback, rare) for callback in self._handler.callbacks) for rare in _RARE]
-        has_signal = [manager.is_checkpoint_requested for manager in self._on_signal]
-        is_writing = self._trainer.is_writing
-        mine = [*(getattr(control, name) or name in self._late for name in FLAGS), *asks, any(has_signal), is_writing]
+        has_signal, is_writing = self._trainer.is_asked_to_end, self._trainer.is_writing
+        mine = [*(getattr(control, name) or name in self._late for name in FLAGS), *asks, has_signal, is_writing]
         *flags, begins, inside, ends, writes = agree_on_action(f"training goes on after {event}", mine)
         self._asked = {rare for rare, asked in zip(_RARE, (begins, inside), strict=True) if asked}
         if ends and event == "on_step_end":  # no time is left for an evaluation
             flags = [flags[0], False, True, flags[3], True]
-            for manager in self._on_signal:
-                manager.is_checkpoint_requested = False
+        elif self._trainer.is_preempted and event == "on_epoch_end":  # of the window that has ended inside
+            flags = [flags[0], False, self._trainer.lacks_checkpoint(), flags[3], True]
         self._agreed, self._late = {name for name, flag in zip(FLAGS, flags, strict=True) if flag}, set()
         for name in FLAGS:
             setattr(control, name, name in self._agreed)

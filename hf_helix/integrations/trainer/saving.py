@@ -31,8 +31,8 @@ from hf_helix.checkpoint.background import BackgroundSave, Writes, has_room
 from hf_helix.checkpoint.claims import make_unfinished
 from hf_helix.checkpoint.manifest import Manifest, describe_parameters
 from hf_helix.checkpoint.training_state import Generators, begin_saving_states, generators, named_states, save_states
-from hf_helix.checkpoint.whole import GENERATORS, OPTIMIZER
-from hf_helix.integrations.trainer.stock import TrainerAttributes
+from hf_helix.checkpoint.whole import GENERATORS, OPTIMIZER, is_complete
+from hf_helix.integrations.trainer.preemption import PreemptionHooks
 from hf_helix.integrations.upstream import overrides
 from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_success, decide_on_rank_0
 from hf_helix.runtime.distributed.groups import host_name
@@ -76,11 +76,10 @@ class PendingSave(NamedTuple):
     is_announced: bool
 
 
-class SavingHooks(TrainerAttributes):
+class SavingHooks(PreemptionHooks):
     """The part of `HelixTrainerMixin` that saves checkpoints."""
 
     control: Any
-    callback_handler: Any
     _staging: str | None = None  # the folder of a checkpoint before publication
     _writes: list[Writes] | None = None  # the rest of a save that goes on while training does; None if training waits
     _pushes: bool = False  # whether to upload the checkpoint after publication
@@ -193,14 +192,15 @@ class SavingHooks(TrainerAttributes):
         return is_read or is_full
 
     def _is_read_at_once(self) -> bool:
-        """Whether code that we do not know may read the folder right after a save, or within it."""
+        """Whether code that we do not know may read the folder right after a save, or within it; or the run ends."""
         bases = [base for base in type(self).__mro__ if any(step in vars(base) for step in _STEPS_OF_A_SAVE)]
         callbacks = [callback.on_save for callback in self.callback_handler.callbacks]
         owners = [base.__module__ for base in bases]
         owners += [str(getattr(getattr(call, "__func__", call), "__module__", "")) for call in callbacks]
         is_replaced = any(step in vars(self) for step in _STEPS_OF_A_SAVE)
+        is_known = not is_replaced and all(f"{owner}.".startswith(_KNOWN) for owner in owners)
         is_asked_for = bool(self.control.should_save)  # else a script calls `_save_checkpoint` itself
-        return is_replaced or not is_asked_for or not all(f"{owner}.".startswith(_KNOWN) for owner in owners)
+        return self.is_asked_to_end or not is_known or not is_asked_for
 
     @plain_parameters()
     def _bytes_held(self) -> int:
@@ -328,10 +328,16 @@ class SavingHooks(TrainerAttributes):
 
     @overrides("Trainer", otherwise="a resumed run would draw other random numbers")
     def _save_rng_state(self, output_dir: str) -> None:
+        if self.is_preempted and self._before is not None:
+            states = {"now": self._before.generators, "epoch": self._epoch_generators}
+        else:
+            states = self._generators_at_step()
+        atomic.save_torch(states, Path(output_dir, GENERATORS.format(rank())))
+
+    def _generators_at_step(self) -> dict[str, Any]:
         now = generators()
         at_end = self.state.epoch is not None and self.state.epoch == int(self.state.epoch)
-        states = {"now": now, "epoch": now if at_end else self._epoch_generators}
-        atomic.save_torch(states, Path(output_dir, GENERATORS.format(rank())))
+        return {"now": now, "epoch": now if at_end else self._epoch_generators}
 
 
 def _probe(folder: Path, needed: int) -> Path:
@@ -357,15 +363,6 @@ def _stage(folder: Path) -> Path:
     atomic.recover(folder, is_complete)
     folder.mkdir(parents=True, exist_ok=True)
     return make_unfinished(folder, atomic.STAGING)
-
-
-def is_complete(folder: Path) -> bool:
-    """Returns whether a folder is a complete checkpoint."""
-    try:
-        Manifest.read(folder)
-    except ValueError:
-        return False
-    return True
 
 
 def unwrapped(optimizer: Any) -> Any:

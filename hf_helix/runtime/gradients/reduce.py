@@ -269,6 +269,13 @@ class GradientReducer:
                 self._streams.wait(event)
         self._events = []
 
+    def abandon(self) -> None:
+        """Waits for the reductions of a window that ends early, whose gradients nobody reads."""
+        with self._streams.window():
+            for event in self._events:
+                self._streams.wait(event)
+        self._events = []
+
     def _reduce(self, placements: Mapping[nn.Parameter, Placement]) -> None:
         tp = self._mesh.tp
         summed: list[Event] = []
