@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,9 +29,9 @@ LARGEST_SHARE = 0.8
 """The largest part of the host's free memory that copies may take. The rest is for dirty pages of the files, and for
 what training allocates meanwhile."""
 
-_NICE = 15
-"""The priority of the thread that writes. On Linux it gets 3 % of a core that computation keeps busy, and all of a core
-that waits for communication."""
+_NICE = 10
+"""The priority of the thread that writes. On Linux it gets a tenth of a core that computation keeps busy, and all of a
+core that waits for communication."""
 
 
 class Writes(NamedTuple):
@@ -84,11 +85,18 @@ class BackgroundSave:
 
     def wait_for_mine(self) -> None:
         """Waits until this rank has written its files, or failed to."""
+        self._hurry()
         self._has_written.wait()
 
     def wait(self, seconds: float | None = None) -> None:
         """Waits until the files are published, or for some seconds."""
+        self._hurry()
         self._thread.join(seconds)
+
+    def _hurry(self) -> None:
+        """Gives the thread the priority of others again, if the system allows this process to."""
+        if self._thread.native_id is not None:
+            _set_priority(self._thread.native_id, 0)
 
     def check(self) -> None:
         """Raises the error of the save, on every rank: this rank's own, or a ValueError with the rank."""
@@ -136,9 +144,15 @@ def _text(error: Exception | None) -> str:
 
 
 def _yield_cores() -> None:
-    """Gives this thread a low priority, on systems in which threads have their own."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+    """Gives this thread a low priority."""
+    _set_priority(threading.get_native_id(), _NICE)
+
+
+def _set_priority(thread: int, number: int) -> None:
+    """Sets the priority of a thread, on systems in which threads have their own."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, number)
 
 
 # -- copies ----------------------------------------------------------------------------------------------------------

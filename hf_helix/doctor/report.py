@@ -105,15 +105,14 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
 
 
 def _preemption_text(step: Step, cluster: Cluster) -> str:
-    """Returns the seconds from a signal to the end of the window, and those of the checkpoint that follows."""
-    begun = step.window if step.replayed else min(MOST_BEGUN / step.case.microbatches, 1.0) * step.window
-    each = (
-        step.host if step.case.offload else cluster.devices / cluster.nodes * (step.memory.weights + step.memory.states)
-    )
-    save = each / DISK
+    """Returns the seconds from a signal to a whole checkpoint: of the window, and of the writing."""
+    case, memory = step.case, step.memory
+    begun = step.window if step.replayed else min(MOST_BEGUN / case.microbatches, 1.0) * step.window
+    replicas = 1 if case.shard_optimizer or case.shard_parameters else case.sizes.dp * case.sizes.cp
+    each = step.host if case.offload else cluster.devices_per_node * (memory.weights + memory.states) / replicas
     return (
-        f"{begun + save:10.3f} s     from a signal to a whole checkpoint: {begun:.3f} s of the window, and "
-        f"{bytes_text(each)} of each node at {bytes_text(DISK)} a second"
+        f"{begun + each / DISK:10.3f} s     from a signal to a whole checkpoint: {begun:.3f} s of the window, and "
+        f"up to {bytes_text(each)} of each node at {bytes_text(DISK)} a second"
     )
 
 
