@@ -95,7 +95,7 @@ class BackgroundSave:
 
     def _hurry(self) -> None:
         """Gives the thread the priority of others again, if the system allows this process to."""
-        if self._thread.native_id is not None:
+        if self._thread.is_alive() and self._thread.native_id is not None:
             _set_priority(self._thread.native_id, 0)
 
     def check(self) -> None:
