@@ -53,11 +53,12 @@ def main() -> None:
     )
     rank = args.process_index
     rows = [{name: value[:6] for name, value in row.items()} for row in sequences(400)]
-    trainer = HelixTrainer(model=llama(num_hidden_layers=2), args=args, train_dataset=rows, **options)
+    trainer = HelixTrainer(model=llama(num_hidden_layers=4), args=args, train_dataset=rows, **options)
     last = get_last_checkpoint(OUT) if Path(OUT).is_dir() else None
     trainer.train(resume_from_checkpoint=last)
     state = trainer.state
     seen |= {"step": state.global_step, "tokens": state.num_input_tokens_seen, "flos": state.total_flos}
+    seen["train_loss"] = state.log_history[-1]["train_loss"]
     seen["losses"] = [(entry["step"], entry["loss"]) for entry in state.log_history if "loss" in entry]
     seen["saved"] = sorted(path.name for path in Path(OUT).glob("checkpoint-*"))
     Path(f"{rank}.json").write_text(json.dumps(seen))

@@ -33,6 +33,7 @@ class _Before(NamedTuple):
 
     tokens: int
     flos: float
+    loss: Tensor
     generators: Generators
 
 
@@ -42,6 +43,7 @@ class PreemptionHooks(TrainerAttributes):
     _preemption: Preemption | None = None  # in a run with `enable_jit_checkpoint`
     _before: _Before | None = None
     current_flos: float
+    _tr_loss: Tensor
     callback_handler: Any
 
     is_preempted = False
@@ -77,7 +79,9 @@ class PreemptionHooks(TrainerAttributes):
     def _note_before_window(self) -> None:
         """Notes what a checkpoint of the last step has, before the samples of the next are read."""
         if self._preemption is not None:
-            self._before = _Before(self.state.num_input_tokens_seen, self.current_flos, generators())
+            self._before = _Before(
+                self.state.num_input_tokens_seen, self.current_flos, self._tr_loss.clone(), generators()
+            )
 
     def _may_begin(self, num_microbatches: int) -> Callable[[int], bool] | None:
         """Returns the question before each micro-batch of a window; None if nothing can end the window."""
@@ -92,9 +96,10 @@ class PreemptionHooks(TrainerAttributes):
         return torch.zeros((), device=self.args.device)
 
     def restore_before_window(self) -> None:
-        """Forgets the micro-batch that the stock loop has counted, of a window that has ended inside."""
+        """Forgets the micro-batches that the stock loop has counted, of a window that has ended inside."""
         assert self._before is not None
         self.state.num_input_tokens_seen, self.current_flos = self._before.tokens, self._before.flos
+        self._tr_loss = self._before.loss
 
     def lacks_checkpoint(self) -> bool:
         """Whether the last step is worth a checkpoint and `output_dir` has none of it. Collective."""

@@ -11,12 +11,13 @@ Trainer's.
 
 import contextlib
 import copy
+import functools
 import math
 import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,42 +146,40 @@ class SavingHooks(PreemptionHooks):
             waits = self._waits_for_saves(name)
             self._health.check()
             staging = decide_on_rank_0(lambda: _stage(Path(folder)))
-            self._staging, self._pushes, self._writes = str(staging), False, None if waits else []
             if self._exchange is None:
                 self._exchange = Exchange()
-
-            def abandon() -> None:
-                with contextlib.suppress(OSError):
-                    atomic.abandon(staging, Path(folder), is_complete)
-
+            self._staging, self._pushes, self._writes = str(staging), False, None if waits else []
             try:
                 with atomic.disk_errors(staging):
                     super()._save_checkpoint(model, trial)  # type: ignore[misc]
                     self._note_best(folder)
-                    manifest = self._describe(None if self.args.save_only_model else unwrapped(self.optimizer))
-                    if rank() == 0:
-                        self.state.save_to_json(str(staging / name / TRAINER_STATE_NAME))
+                    publish = self._publishing(staging / name, folder)
                     agree_on_success(None)  # every rank has made its files
             except BaseException:
                 if rank() == 0:
-                    abandon()
+                    _abandon(staging, folder)
                 raise
             finally:
-                self._staging = None
-            best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
-
-            def publish() -> None:
-                with atomic.disk_errors(staging):
-                    atomic.publish(staging / name, Path(folder), lambda: manifest.write(staging / name))
-                    rotate_checkpoints(folder, limit, best, use_mtime=True)
-
-            files = BackgroundSave(self._writes or [], publish, abandon, self._exchange, yields=not waits)
-        state = copy.copy(self.state)
-        state.log_history = list(state.log_history)
-        self._pending = PendingSave(files, os.path.join(folder, name), state, self._pushes, is_announced=not waits)
-        self._writes = None
+                writes, self._writes, self._staging = self._writes or [], None, None
+            abandon = functools.partial(_abandon, staging, folder)
+            files = BackgroundSave(writes, publish, abandon, self._exchange, yields=not waits)
+        self._pending = PendingSave(files, os.path.join(folder, name), _copied(self.state), self._pushes, not waits)
         if waits:
             self.end_save()
+
+    def _publishing(self, staged: Path, folder: str) -> Callable[[], None]:
+        """Returns the function that rank 0's thread completes a checkpoint with, by the state of now. Collective."""
+        manifest = self._describe(None if self.args.save_only_model else unwrapped(self.optimizer))
+        best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
+        if rank() == 0:
+            self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
+
+        def publish() -> None:
+            with atomic.disk_errors(staged):
+                atomic.publish(staged, Path(folder), lambda: manifest.write(staged))
+                rotate_checkpoints(folder, limit, best, use_mtime=True)
+
+        return publish
 
     def _waits_for_saves(self, name: str) -> bool:
         """Returns whether training waits until a checkpoint is complete. Collective."""
@@ -363,6 +362,18 @@ def _stage(folder: Path) -> Path:
     atomic.recover(folder, is_complete)
     folder.mkdir(parents=True, exist_ok=True)
     return make_unfinished(folder, atomic.STAGING)
+
+
+def _abandon(staging: Path, folder: str) -> None:
+    with contextlib.suppress(OSError):
+        atomic.abandon(staging, Path(folder), is_complete)
+
+
+def _copied(state: TrainerState) -> TrainerState:
+    """Returns a copy that the steps after it do not change."""
+    copied = copy.copy(state)
+    copied.log_history = list(state.log_history)
+    return copied
 
 
 def unwrapped(optimizer: Any) -> Any:

@@ -56,6 +56,7 @@ def test_a_signal_ends_the_window(name: str, signal: str, tmp_path: Path) -> Non
         assert len(later) <= MOST, seen["begun"]
         assert (seen["step"], seen["saved"]) == (STEP, [f"checkpoint-{STEP}"])
         assert seen["losses"] == sound["losses"][:STEP]
+        assert seen["train_loss"] == pytest.approx(sum(loss for _, loss in seen["losses"]) / STEP)
     check_whole(tmp_path / "ended" / OUT / f"checkpoint-{STEP}")
     for seen in run(tmp_path / "ended", layout):
         assert [seen[key] for key in ("step", "losses", "tokens")] == [
