@@ -52,6 +52,7 @@ from hf_helix.engine.optimizer_shards import (
     unsharded,
 )
 from hf_helix.engine.proof.first_use import prove_on_first_use
+from hf_helix.engine.verification import Digests, in_another_order, raise_if_different
 from hf_helix.models.derived.model_code import check_forwards
 from hf_helix.models.direct_use import (
     Instead,
@@ -136,6 +137,11 @@ class Engine(Diagnostics):
         self._advice = Advice(self.base, mesh, options.autocast_dtype)
         self._trains = any(parameter.requires_grad for parameter in model.parameters())
         self.ends_at_decoder = options.loss_tweaks.ends_at_decoder
+        if config.verify_every and self.ends_at_decoder:
+            raise ValueError(
+                f"verify_every={config.verify_every} with a loss that the script computes: its window cannot be "
+                "computed again without the script; use verify_every=0, or the model's own loss"
+            )
         self.last_window: list[MicroBatch] = []
         self._has_said_link = self._has_said_images = False
         self._trained_then: list[bool] = []  # whether the last window trained each parameter
@@ -397,13 +403,29 @@ class Engine(Diagnostics):
         if self.graphs is not None:
             self.graphs.keep_gradients()
         replays = self.graphs is not None and not self.graphs.has_given_up
+        digests = Digests() if self._is_verified(step) else None
         with set_aside(self.runner), self._counted(window, traces=not replays):
             if self.graphs is not None:
                 losses = self.graphs.train_window(self.runner, window)
             else:
-                losses = self.runner.train_window(window, may_begin=may_begin)
+                note = None if digests is None else digests.add
+                losses = self.runner.train_window(window, may_begin=may_begin, note=note)
+            if digests is not None:
+                self._verify(window, digests, step)
         self._divided.note_gradients()
         return losses
+
+    def _is_verified(self, step: int) -> bool:
+        every = self.config.verify_every
+        return every > 0 and step % every == every - 1
+
+    def _verify(self, window: Sequence[MicroBatch], digests: Digests, step: int) -> None:
+        """Computes the gradients of a window again, see `hf_helix.engine.verification`. Collective."""
+        again = Digests()
+        with measured(self.runner):
+            in_another_order(self.runner).train_window(window, note=again.add)
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        raise_if_different(digests.differing(again), names, step + 1)
 
     def _checked_window(
         self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int, is_compared: bool = False

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_helix.operators.base import Precision
 from hf_helix.operators.experts.moe import RouterMeter
@@ -104,6 +104,7 @@ class Runner:
         microbatches: Sequence[MicroBatch],
         complete: bool = True,
         may_begin: Callable[[int], bool] | None = None,
+        note: Callable[[nn.Parameter], object] | None = None,
     ) -> list[Tensor]:
         """Runs forward and backward of a window; returns losses by micro-batch, and adds gradients to `parameter.grad`.
         Where a caller computes the loss, a window repeats calls for measurements; there are no losses.
@@ -112,12 +113,13 @@ class Runner:
             microbatches: the window.
             complete: also reduce the gradients over the ranks. Off, each rank keeps its own gradients.
             may_begin: see `Executor.run`; equal on every rank.
+            note: see `GradientReducer`.
 
         Raises:
             WindowEnded: `may_begin` has ended the window. Its gradients are incomplete.
         """
         program = self.program(len(microbatches))
-        reduction = self.reduction(len(microbatches) - 1) if complete else None
+        reduction = self.reduction(len(microbatches) - 1, note) if complete else None
         self.rank_units.mark_weights_stale()  # an optimizer may have stepped
         try:
             kept = self.executor.run(
@@ -135,12 +137,14 @@ class Runner:
         losses = [values[self._output] for _, values in sorted(kept.items()) if self._output in values]
         return list(self._everywhere(losses, len(microbatches)))
 
-    def reduction(self, last: int | None = None) -> GradientReducer:
-        """Returns the gradient reduction of a window; `last`: see `GradientReducer`."""
+    def reduction(
+        self, last: int | None = None, note: Callable[[nn.Parameter], object] | None = None
+    ) -> GradientReducer:
+        """Returns the gradient reduction of a window; `last` and `note`: see `GradientReducer`."""
         if self._trained() != self._trained_before:
             self._fill_buckets()
         often = self.buckets_reduced_often
-        return GradientReducer(self.buckets, self.mesh, self.executor.streams, self._numbers, often, last)
+        return GradientReducer(self.buckets, self.mesh, self.executor.streams, self._numbers, often, last, note)
 
     @property
     def buckets_reduced_often(self) -> Collection[int]:
