@@ -122,7 +122,7 @@ def main() -> None:
             starts = [(options.tp * options.pp, [*out, "--way", way]) for way in options.ways]
         elif options.study == "beside":
             trees = [Path.cwd(), *([options.against] if options.against else [])]
-            cases = [(name, tree) for _ in range(options.repeats) for name in SAVERS for tree in trees]
+            cases = [(name, tree) for _ in range(options.repeats) for name in options.savers for tree in trees]
             starts = [(2, [*out, "--way", name, "--tree", str(tree)]) for name, tree in cases]
         else:
             starts = [(count, out) for count in (options.ranks if options.study == "model" else [2])]
@@ -143,6 +143,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="for `load`")
     parser.add_argument("--folder", help="where models are written; default: a temporary folder")
     parser.add_argument("--against", type=Path, help="for `beside`: a folder with another hf_helix")
+    parser.add_argument("--savers", nargs="+", choices=SAVERS, default=list(SAVERS), help="for `beside`")
     parser.add_argument("--sequence", type=int, default=128, help="for `beside`: tokens of a sample")
     add_outputs(parser)
     for hidden in ("--way", "--out", "--tree"):

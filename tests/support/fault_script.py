@@ -121,12 +121,13 @@ class KillSometime(TrainerCallback):
 
 
 class KillInSave(TrainerCallback):
-    """One rank is killed at a random moment of a save that takes a while, never of the first one."""
+    """One rank is killed at a random moment of a save that takes a while. The first one is complete by then: the second
+    waits for it."""
 
     def __init__(self, seed: str) -> None:
         draw = random.Random(seed)
         is_victim = draw.randrange(int(os.environ["WORLD_SIZE"])) == int(os.environ["RANK"])
-        self.step, self.seconds = (draw.randrange(2, 6) if is_victim else -1), draw.uniform(0, 0.3)
+        self.step, self.seconds = (draw.randrange(3, 6) if is_victim else -1), draw.uniform(0, 0.3)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 1:

@@ -45,7 +45,7 @@ def main() -> None:
         options["compute_loss_func"] = own_loss
     args = arguments(
         OUT,
-        max_steps=4,
+        max_steps=3,
         gradient_accumulation_steps=64,
         per_device_train_batch_size=1,
         enable_jit_checkpoint=True,
