@@ -10,9 +10,12 @@ and each copy is freed once written.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import sys
 import threading
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +31,8 @@ from hf_helix.runtime.failures.exchange import Exchange
 LARGEST_SHARE = 0.8
 """The largest part of the host's free memory that copies may take. The rest is for dirty pages of the files, and for
 what training allocates meanwhile."""
+
+_LEAST = 1 << 20  # bytes of a copy with memory of its own
 
 _NICE = 10
 """The priority of the thread that writes. On Linux it gets a tenth of a core that computation keeps busy, and all of a
@@ -158,11 +163,47 @@ def _set_priority(thread: int, number: int) -> None:
 # -- copies ----------------------------------------------------------------------------------------------------------
 
 
-def host_copy(value: Tensor) -> Tensor:
-    """Returns a contiguous copy in the host's memory, which goes back to the system when it is freed. numpy asks for
-    huge pages, without which the system takes longer to find the memory than to fill it."""
-    made = torch.from_numpy(np.empty(value.nbytes, dtype=np.uint8)).view(value.dtype).view(value.shape)
-    return made.copy_(value.detach())
+class Copies:
+    """Memory on the host for the copies of a save, taken again by the next save.
+
+    A copy that is written leaves its memory mapped, and the system takes it back when it needs it (MADV_FREE). Memory
+    that the system must find first takes longer to fill than memory of the save before.
+    """
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)  # by bytes, of the save before
+        self._returned: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
+
+    def begin(self) -> None:
+        """Begins a save, after the end of the one before."""
+        self._free, self._returned = self._returned, defaultdict(list)
+
+    def of(self, value: Tensor) -> Tensor:
+        """Returns a contiguous copy of a tensor."""
+        if value.nbytes < _LEAST:
+            return torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
+        memory = self._memory(value.nbytes)
+        elements = np.frombuffer(memory, dtype=np.uint8)
+        weakref.finalize(elements, _take_back, memory, self._returned[value.nbytes])
+        made = torch.from_numpy(elements).view(value.dtype).view(value.shape)
+        return made.copy_(value.detach())
+
+    def _memory(self, count: int) -> mmap.mmap:
+        if self._free[count]:
+            return self._free[count].pop()
+        made = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _advise(made, "MADV_HUGEPAGE")
+        return made
+
+
+def _take_back(memory: mmap.mmap, returned: list[mmap.mmap]) -> None:
+    _advise(memory, "MADV_FREE")
+    returned.append(memory)
+
+
+def _advise(memory: mmap.mmap, advice: str) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # of a system that does not know it
+        memory.madvise(getattr(mmap, advice))
 
 
 def has_room(count: int) -> bool:

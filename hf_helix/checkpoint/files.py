@@ -40,7 +40,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from hf_helix.checkpoint.background import host_copy
+from hf_helix.checkpoint.background import Copies
 from hf_helix.checkpoint.claims import MARK, delete_unfinished, find_unfinished, make_unfinished
 from hf_helix.checkpoint.reader import INDEX_NAME, SINGLE_NAME, open_safetensors, persistent_tensors
 from hf_helix.operators.parameters.param_shard import COPIED
@@ -274,13 +274,13 @@ class PendingFiles:
     Args:
         folder: of the files.
         layout: of the files.
-        copies: whether `write` only copies, and `close` writes.
+        copies: makes `write` only copy, and `close` write; None to write at once.
     """
 
-    def __init__(self, folder: Path, layout: CheckpointLayout, copies: bool) -> None:
+    def __init__(self, folder: Path, layout: CheckpointLayout, copies: Copies | None) -> None:
         self._error: OSError | None = None
         self._folder, self._layout = folder, layout
-        self._copies: deque[tuple[TensorPart, Tensor]] | None = deque() if copies else None
+        self._copies, self._copied = copies, deque[tuple[TensorPart, Tensor]]()
         self._open: dict[str, int] = {}
 
     def write(self, part: TensorPart, value: Tensor) -> None:
@@ -288,7 +288,7 @@ class PendingFiles:
         if self._copies is None:
             self._write(part, value)
         else:
-            self._copies.append((part, host_copy(value)))
+            self._copied.append((part, self._copies.of(value)))
 
     def _write(self, part: TensorPart, value: Tensor) -> None:
         if self._error is not None:
@@ -303,8 +303,8 @@ class PendingFiles:
     def close(self) -> None:
         """Writes the copies, and flushes all writes to the disk, on every rank: rank 0 could only flush the writes of
         its own host. Raises the first error."""
-        while self._copies:
-            self._write(*self._copies.popleft())
+        while self._copied:
+            self._write(*self._copied.popleft())
         for name, number in self._open.items():
             with self._noted(name):
                 os.fsync(number)

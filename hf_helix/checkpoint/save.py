@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from hf_helix.checkpoint.background import Writes, write_now
+from hf_helix.checkpoint.background import Copies, Writes, write_now
 from hf_helix.checkpoint.cut_parameters import join_slices
 from hf_helix.checkpoint.files import (
     CheckpointLayout,
@@ -65,7 +65,7 @@ def begin_save(
     mesh: Mesh,
     folder: Path,
     max_shard_size: int | str | None = None,
-    copies: bool = False,
+    copies: Copies | None = None,
 ) -> Writes:
     """Makes the files of a checkpoint in an existing folder, and writes this rank's part, or copies it. Collective.
 
@@ -75,7 +75,7 @@ def begin_save(
         mesh: the layout of the ranks.
         folder: of the files.
         max_shard_size: see `Engine.save_pretrained`.
-        copies: whether tensors may change before they are written. Without a folder that all ranks see, tensors are
+        copies: for tensors that may change before they are written; None to write them at once. Without a folder that all ranks see, tensors are
             written at once all the same, since rank 0 would hold copies for the others.
 
     Returns:
@@ -86,7 +86,7 @@ def begin_save(
         flat.check_resharded()
     decide_on_rank_0(lambda: _create(model, layout, folder))
     writers = find_writers(folder)
-    files = PendingFiles(folder, layout, copies and len(writers) == world_size())
+    files = PendingFiles(folder, layout, copies if len(writers) == world_size() else None)
     _Writer(model, rank_units, mesh, files, layout, writers).write()
     paths = [folder / name for name in layout.files]
     return Writes(files.close, lambda _: check_files(paths, layout.tensors))

@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
-from hf_helix.checkpoint.background import Writes, host_copy, write_now
+from hf_helix.checkpoint.background import Copies, Writes, write_now
 from hf_helix.checkpoint.files import ROOM, disk_errors
 from hf_helix.checkpoint.plain_files import DamagedFile, PlainPlanner, PlainReader, fits, read_metadata
 from hf_helix.runtime.distributed.agreement import exchange_on_rank_0, on_all_ranks
@@ -309,11 +309,11 @@ class _Planner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._data: dict[MetadataIndex, Any] = {}
 
-    def take(self, plan: SavePlan, copies: bool) -> None:
+    def take(self, plan: SavePlan, copies: Copies | None) -> None:
         """Takes the data of a plan as they are now, without copies if tensors do not change before they are written."""
         for item in plan.items:
             data = super().resolve_data(item)
-            self._data[item.index] = host_copy(data) if copies and isinstance(data, Tensor) else data
+            self._data[item.index] = copies.of(data) if copies and isinstance(data, Tensor) else data
         self.state_dict = {}  # else values made for this save would stay until its end
 
     def resolve_data(self, write_item: WriteItem) -> Any:
@@ -323,11 +323,11 @@ class _Planner(DefaultSavePlanner):
 def save_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParameter], folder: Path) -> None:
     """Writes the states of an optimizer and the options of its parameter groups. Collective. Raises on every rank if
     any could not write, see `on_all_ranks`."""
-    write_now(begin_saving_states(optimizer, local, folder, copies=False))
+    write_now(begin_saving_states(optimizer, local, folder, copies=None))
 
 
 def begin_saving_states(
-    optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParameter], folder: Path, copies: bool
+    optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParameter], folder: Path, copies: Copies | None
 ) -> Writes:
     """Decides which rank writes which states of an optimizer, and the options of its parameter groups. Collective.
 
@@ -335,7 +335,7 @@ def begin_saving_states(
         optimizer: the optimizer.
         local: its parameters on this rank.
         folder: of the files.
-        copies: whether states may change before they are written.
+        copies: for states that may change before they are written.
 
     Returns:
         What is left to do.

@@ -5,6 +5,7 @@ diagnostics       measurements of the cut model: the figures of the logs, overla
 calls             calls of the model by a script, with arguments of each rank's own
 mixed_types       parameters of several types, such as norms in fp32 in a model in bf16
 optimizer_shards  ZeRO: an optimizer that steps shards, and full weights in the model for a while
+verification      silent corruption: the gradients of a window computed twice
 advice            the findings of the doctor, for the start of a run
 synthetic         a model with random weights and tokens, for measuring without training
 cut/              the model cut into operators, its micro-batches and calls

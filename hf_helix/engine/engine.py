@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_helix.checkpoint.background import Writes
+from hf_helix.checkpoint.background import Copies, Writes
 from hf_helix.checkpoint.cut_parameters import align_buffers, is_cut
 from hf_helix.checkpoint.load import load_adapters, load_parameters
 from hf_helix.checkpoint.save import begin_save, save_full, save_pretrained
@@ -663,7 +663,7 @@ class Engine(Diagnostics):
             save_full(model, folder, max_shard_size)
 
     @watched()
-    def begin_save(self, folder: str | Path, copies: bool, model: Any = None) -> list[Writes]:
+    def begin_save(self, folder: str | Path, copies: Copies, model: Any = None) -> list[Writes]:
         """Begins `save_pretrained`; adapters and changed models are written at once. Collective.
 
         Args:

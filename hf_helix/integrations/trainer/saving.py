@@ -28,7 +28,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_AR
 from transformers.trainer_utils import rotate_checkpoints
 
 from hf_helix.checkpoint import files as atomic
-from hf_helix.checkpoint.background import BackgroundSave, Writes, has_room
+from hf_helix.checkpoint.background import BackgroundSave, Copies, Writes, has_room
 from hf_helix.checkpoint.claims import make_unfinished
 from hf_helix.checkpoint.manifest import Manifest, describe_parameters
 from hf_helix.checkpoint.training_state import Generators, begin_saving_states, generators, named_states, save_states
@@ -86,6 +86,7 @@ class SavingHooks(PreemptionHooks):
     _pushes: bool = False  # whether to upload the checkpoint after publication
     _pending: PendingSave | None = None
     _exchange: Exchange | None = None
+    _copies: Copies
     _has_said_why: bool = False  # whether the run has said why training waits for its saves
     _epoch_generators: Generators | None = None  # generator states at the start of the epoch
     _epoch: dict[str, int] | None = None  # the number of the epoch, and the step before its first one
@@ -147,7 +148,8 @@ class SavingHooks(PreemptionHooks):
             self._health.check()
             staging = decide_on_rank_0(lambda: _stage(Path(folder)))
             if self._exchange is None:
-                self._exchange = Exchange()
+                self._exchange, self._copies = Exchange(), Copies()
+            self._copies.begin()
             self._staging, self._pushes, self._writes = str(staging), False, None if waits else []
             try:
                 with atomic.disk_errors(staging):
@@ -294,7 +296,7 @@ class SavingHooks(PreemptionHooks):
         folder = output_dir if output_dir is not None else self.args.output_dir
         assert folder is not None
         if state_dict is None and self._writes is not None and self._is_staged(folder):
-            self._writes += self.helix.begin_save(folder, copies=True, model=self.model)
+            self._writes += self.helix.begin_save(folder, self._copies, model=self.model)
         elif state_dict is None:
             self.helix.save_pretrained(folder, model=self.model)
         else:
@@ -317,7 +319,7 @@ class SavingHooks(PreemptionHooks):
         """Writes the optimizer's states, each rank its part, and on rank 0 the scheduler's. Collective."""
         optimizer, local, target = unwrapped(self.optimizer), self._local_parameters(), Path(output_dir, OPTIMIZER)
         if self._writes is not None and self._is_staged(output_dir):
-            self._writes.append(begin_saving_states(optimizer, local, target, copies=True))
+            self._writes.append(begin_saving_states(optimizer, local, target, self._copies))
         else:
             save_states(optimizer, local, target)
         if self.args.should_save:

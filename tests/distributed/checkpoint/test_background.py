@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from support.forked_ranks import fork_ranks
 from support.launches import SUPPORT
@@ -20,7 +21,7 @@ from support.resume_jobs import make
 from torch import Tensor
 from transformers import TrainerCallback
 
-from hf_helix.checkpoint import background, files, training_state
+from hf_helix.checkpoint import background, files
 from hf_helix.checkpoint.whole import check_whole, numbered
 from hf_helix.integrations.trainer import saving
 from hf_helix.runtime.divided import plain_parameters
@@ -93,7 +94,7 @@ def save_twice(folder: str, helix: dict[str, Any], **options: Any) -> dict[str, 
 def fail_to_write(folder: str, helix: dict[str, Any], victim: int) -> None:
     """The disk of one rank is full at the second save."""
     trainer = make(folder, helix, training={"save_steps": 1})
-    copy = files.host_copy
+    copy = background.Copies.of
 
     def full(*given: Any) -> Tensor:
         if trainer.state.global_step == 2 and dist.get_rank() == victim:
@@ -101,7 +102,7 @@ def fail_to_write(folder: str, helix: dict[str, Any], victim: int) -> None:
         return copy(*given)
 
     with contextlib.ExitStack() as stack, contextlib.redirect_stdout(io.StringIO()):
-        stack.enter_context(mock.patch.object(files, "host_copy", full))
+        stack.enter_context(mock.patch.object(background.Copies, "of", full))
         trainer.train()
 
 
@@ -120,14 +121,14 @@ def counted() -> Iterator[Callable[[], int]]:
             live += count
             peak = max(peak, live)
 
-    def counting(value: Tensor) -> Tensor:
-        made = copy(value)
+    def counting(self: background.Copies, value: Tensor) -> Tensor:
+        made = copy(self, value)
         add(made.nbytes)
         weakref.finalize(made, add, -made.nbytes)
         return made
 
-    copy = background.host_copy
-    with mock.patch.object(files, "host_copy", counting), mock.patch.object(training_state, "host_copy", counting):
+    copy = background.Copies.of
+    with mock.patch.object(background.Copies, "of", counting):
         yield lambda: peak
 
 
@@ -239,6 +240,23 @@ def test_an_error_of_training_leaves_the_save_that_is_being_written(tmp_path: Pa
     with mock.patch.object(background, "_yield_cores", may_write.wait), pytest.raises(KeyError, match="a mistake"):
         trainer.train()
     check_whole(tmp_path / "checkpoint-2")
+
+
+def test_copies_take_the_memory_of_the_save_before() -> None:
+    """Contents, and addresses: memory is taken again once its copy is gone, and not before."""
+    copies, values = (
+        background.Copies(),
+        [torch.randn(1 << 19).view(512, -1), torch.arange(3), torch.randn(()).bfloat16()],
+    )
+    places = []
+    for _ in range(3):
+        copies.begin()
+        made = [copies.of(value) for value in (*values, values[0])]
+        assert all(torch.equal(one, other) for one, other in zip(made, values, strict=False))
+        places.append({made[0].data_ptr(), made[-1].data_ptr()})
+        assert len(places[-1]) == 2
+        del made
+    assert places[0] == places[1] == places[2]
 
 
 SCRIPT = SUPPORT / "fault_script.py"
