@@ -12,8 +12,9 @@ is counted from when everything is imported and the ranks are connected. The stu
     load     ways to start, each in fresh processes: `whole` from_pretrained on every rank and then cut, `folder` every
              rank reads its slices, `random` a model on the meta device; then `save`, trainer.save_model()
 
-    beside   a run that saves once: how long training stands still for it, and its steps before and during the writing;
-             with `--against`, in alternation with the hf_helix of another folder
+    beside   a run that saves twice: how long training stands still for the first save and for the second, whose copies take
+             the memory of the first, and its steps before and during the writing; with `--against`, in alternation with
+             the hf_helix of another folder
 
     python -m benchmarks.checkpoint trainer --hidden 512
     python -m benchmarks.checkpoint beside --hidden 768 --layers 10 --against ../hf_helix_before
@@ -54,8 +55,8 @@ LAYOUTS: Mapping[int, Sequence[dict[str, int]]] = {
 }
 WAYS = ("whole", "folder", "random", "save")
 SAVERS: Mapping[str, dict[str, Any]] = {"tp_size=2": {"tp_size": 2}, "shard_parameters": {"shard_parameters": True}}
-BEFORE, AFTER, SKIPPED = 6, 8, 2
-"""For `beside`: the steps up to the save, those after it, and those at the begin that are not counted."""
+BETWEEN, SKIPPED = 7, 2
+"""For `beside`: the steps up to the first save, between the saves and after them; those at the begin not counted."""
 
 COSTS = "costs.jsonl"
 Cost = dict[str, float]
@@ -269,14 +270,14 @@ def beside_study(options: argparse.Namespace) -> None:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             ends.append((time.perf_counter(), getattr(trainer, "is_writing", False)))
-            control.should_save = state.global_step == BEFORE
+            control.should_save = state.global_step in (BETWEEN, 2 * BETWEEN)
 
     torch.manual_seed(0)
     sample = torch.randint(0, options.vocabulary, (64, options.sequence))
     rows = [{"input_ids": ids, "labels": ids} for ids in sample]
     batch = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
     args = arguments_of(
-        f"{options.out}/saved", max_steps=BEFORE + AFTER, save_strategy="steps", save_steps=1000, save_total_limit=1,
+        f"{options.out}/saved", max_steps=3 * BETWEEN, save_strategy="steps", save_steps=1000, save_total_limit=1,
         logging_strategy="no", **batch,
     )  # fmt: skip
     helix = HelixConfig(**SAVERS[options.way], plan="sequential")
@@ -289,18 +290,16 @@ def beside_study(options: argparse.Namespace) -> None:
     trainer.train()
     steps = [end - begin for begin, (end, _) in zip(begins, ends, strict=True)]
     gaps = [begin - end for begin, (end, _) in zip(begins[1:], ends, strict=False)]
-    during = [writes for _, writes in ends[BEFORE:]]
+    later = [(step, writes) for step, (_, writes) in list(zip(steps, ends, strict=True))[BETWEEN:]]
+    during, after = ([step for step, writes in later if writes is kind] for kind in (True, False))
     found: Cost = {
-        "gap": statistics.median(gaps[SKIPPED : BEFORE - 1]),
-        "still": gaps[BEFORE - 1],
-        "step": statistics.median(steps[SKIPPED:BEFORE]),
-        "during": statistics.median(
-            [step for step, writes in zip(steps[BEFORE:], during, strict=True) if writes] or [0]
-        ),
-        "after": statistics.median(
-            [step for step, writes in zip(steps[BEFORE:], during, strict=True) if not writes] or [0]
-        ),
-        "num_during": sum(during),
+        "gap": statistics.median(gaps[SKIPPED : BETWEEN - 1]),
+        "first": gaps[BETWEEN - 1],
+        "second": gaps[2 * BETWEEN - 1],
+        "step": statistics.median(steps[SKIPPED:BETWEEN]),
+        "during": statistics.median(during or [0]),
+        "after": statistics.median(after or [0]),
+        "num_during": len(during) / 2,
         "grown": _status()["VmHWM"] - start,
     }
     files = [path for path in Path(options.out, "saved").glob("checkpoint-*/**/*") if path.is_file()]
@@ -316,15 +315,18 @@ def describe_steps(rows: Sequence[Mapping[str, Any]]) -> str:
         def of(key: str, runs: Sequence[Any] = runs) -> list[float]:
             return [max(rank[0][key] for rank in ranks) for ranks in runs]
 
-        still = [still - gap for still, gap in zip(of("still"), of("gap"), strict=True)]
+        still = {
+            which: [still - gap for still, gap in zip(of(which), of("gap"), strict=True)]
+            for which in ("first", "second")
+        }
         ratios = [during / step for during, step in zip(of("during"), of("step"), strict=True) if during]
         size = next(row["sizes"][0] for row in rows if row["name"] == name)
         cells.append(
             [
                 name,
                 f"{size / 1e6:.0f}",
-                f"{statistics.median(still):.3f}",
-                " ".join(f"{value:.2f}" for value in still),
+                *(f"{statistics.median(each):.3f}" for each in still.values()),
+                " ".join(f"{value:.2f}" for value in still["second"]),
                 f"{statistics.median(of('step')):.3f}",
                 f"{statistics.median(of('after')):.3f}",
                 f"{statistics.median(ratios):.2f}" if ratios else "",
@@ -332,7 +334,18 @@ def describe_steps(rows: Sequence[Mapping[str, Any]]) -> str:
                 f"{statistics.median(of('num_during')):.0f}",
             ]
         )
-    words = ("", "MB on disk", "still s", "s of", "step s before", "after", "during / before", "of", "steps during")
+    words = (
+        "",
+        "MB on disk",
+        "first save s",
+        "second",
+        "of",
+        "step s",
+        "after",
+        "during / before",
+        "of",
+        "steps during",
+    )
     return columns(words, cells)
 
 

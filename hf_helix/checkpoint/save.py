@@ -75,8 +75,8 @@ def begin_save(
         mesh: the layout of the ranks.
         folder: of the files.
         max_shard_size: see `Engine.save_pretrained`.
-        copies: for tensors that may change before they are written; None to write them at once. Without a folder that all ranks see, tensors are
-            written at once all the same, since rank 0 would hold copies for the others.
+        copies: for tensors that may change before they are written; None to write them at once. Without a folder that
+            all ranks see, tensors are written at once all the same, since rank 0 would hold copies for the others.
 
     Returns:
         What is left to do.
