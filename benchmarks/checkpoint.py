@@ -12,9 +12,9 @@ is counted from when everything is imported and the ranks are connected. The stu
     load     ways to start, each in fresh processes: `whole` from_pretrained on every rank and then cut, `folder` every
              rank reads its slices, `random` a model on the meta device; then `save`, trainer.save_model()
 
-    beside   a run that saves twice: how long training stands still for the first save and for the second, whose copies take
-             the memory of the first, and its steps before and during the writing; with `--against`, in alternation with
-             the hf_helix of another folder
+    beside   a run that saves twice: how long training stands still for the first save and for the second, whose copies
+             take the memory of the first, and its steps before and during the writing; with `--against`, in alternation
+             with the hf_helix of another folder
 
     python -m benchmarks.checkpoint trainer --hidden 512
     python -m benchmarks.checkpoint beside --hidden 768 --layers 10 --against ../hf_helix_before
