@@ -12,7 +12,12 @@ is counted from when everything is imported and the ranks are connected. The stu
     load     ways to start, each in fresh processes: `whole` from_pretrained on every rank and then cut, `folder` every
              rank reads its slices, `random` a model on the meta device; then `save`, trainer.save_model()
 
+    beside   a run that saves twice: how long training stands still for the first save and for the second, whose copies
+             take the memory of the first, and its steps before and during the writing; with `--against`, in alternation
+             with the hf_helix of another folder
+
     python -m benchmarks.checkpoint trainer --hidden 512
+    python -m benchmarks.checkpoint beside --hidden 768 --layers 10 --against ../hf_helix_before
     python -m benchmarks.checkpoint model --folder /dev/shm      # without the disk
     python -m benchmarks.checkpoint load --layers 16 --hidden 1024 --vocabulary 32000 --tp 4
 """
@@ -49,6 +54,10 @@ LAYOUTS: Mapping[int, Sequence[dict[str, int]]] = {
     4: [{"tp_size": 4}, {"pp_size": 4}, {"tp_size": 2, "pp_size": 2}, {"tp_size": 2}, {}],
 }
 WAYS = ("whole", "folder", "random", "save")
+SAVERS: Mapping[str, dict[str, Any]] = {"tp_size=2": {"tp_size": 2}, "shard_parameters": {"shard_parameters": True}}
+BETWEEN, SKIPPED = 7, 2
+"""For `beside`: the steps up to the first save, between the saves and after them; those at the begin not counted."""
+
 COSTS = "costs.jsonl"
 Cost = dict[str, float]
 
@@ -112,13 +121,17 @@ def main() -> None:
         if options.study == "load":
             _write_checkpoint(options, folder)
             starts = [(options.tp * options.pp, [*out, "--way", way]) for way in options.ways]
+        elif options.study == "beside":
+            trees = [Path.cwd(), *([options.against] if options.against else [])]
+            cases = [(name, tree) for _ in range(options.repeats) for name in options.savers for tree in trees]
+            starts = [(2, [*out, "--way", name, "--tree", str(tree)]) for name, tree in cases]
         else:
             starts = [(count, out) for count in (options.ranks if options.study == "model" else [2])]
         for count, arguments in starts:
             if code := Ranks(count, pins=False, seconds=options.timeout).start(arguments):
                 sys.exit(code)
         rows = [json.loads(line) for line in Path(folder, COSTS).read_text().splitlines()]
-    text = describe(rows)
+    text = describe_steps(rows) if options.study == "beside" else describe(rows)
     print(text)
     save(options, f"Saving and loading: {options.study}", __doc__, text, rows)
 
@@ -130,8 +143,11 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--shards", default="200MB", help="the most bytes of a file that `load` reads")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="for `load`")
     parser.add_argument("--folder", help="where models are written; default: a temporary folder")
+    parser.add_argument("--against", type=Path, help="for `beside`: a folder with another hf_helix")
+    parser.add_argument("--savers", nargs="+", choices=SAVERS, default=list(SAVERS), help="for `beside`")
+    parser.add_argument("--sequence", type=int, default=128, help="for `beside`: tokens of a sample")
     add_outputs(parser)
-    for hidden in ("--way", "--out"):
+    for hidden in ("--way", "--out", "--tree"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -232,6 +248,105 @@ def make_trainer(
         trainer = type("Ours", (Noted, HelixTrainer), {})(**common, helix_config=HelixConfig(**helix))
     trainer.remove_callback(PrinterCallback)
     return trainer, costs
+
+
+# -- training beside a save ----------------------------------------------------------------------------------------
+
+
+def beside_study(options: argparse.Namespace) -> None:
+    """One rank: a run of one layout, with one hf_helix, that saves once."""
+    sys.path.insert(0, options.tree)
+    import torch
+    from transformers import LlamaForCausalLM, PrinterCallback, TrainerCallback
+
+    from hf_helix import HelixConfig, HelixTrainer
+
+    begins: list[float] = []
+    ends: list[tuple[float, bool]] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *given: Any, **more: Any) -> None:
+            begins.append(time.perf_counter())
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            ends.append((time.perf_counter(), getattr(trainer, "is_writing", False)))
+            control.should_save = state.global_step in (BETWEEN, 2 * BETWEEN)
+
+    torch.manual_seed(0)
+    sample = torch.randint(0, options.vocabulary, (64, options.sequence))
+    rows = [{"input_ids": ids, "labels": ids} for ids in sample]
+    batch = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    args = arguments_of(
+        f"{options.out}/saved", max_steps=3 * BETWEEN, save_strategy="steps", save_steps=1000, save_total_limit=1,
+        logging_strategy="no", **batch,
+    )  # fmt: skip
+    helix = HelixConfig(**SAVERS[options.way], plan="sequential")
+    trainer = HelixTrainer(
+        model=LlamaForCausalLM(config_of(options)), args=args, train_dataset=rows, helix_config=helix
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(Clock())
+    start = _status()["VmRSS"]
+    trainer.train()
+    steps = [end - begin for begin, (end, _) in zip(begins, ends, strict=True)]
+    gaps = [begin - end for begin, (end, _) in zip(begins[1:], ends, strict=False)]
+    later = [(step, writes) for step, (_, writes) in list(zip(steps, ends, strict=True))[BETWEEN:]]
+    during, after = ([step for step, writes in later if writes is kind] for kind in (True, False))
+    found: Cost = {
+        "gap": statistics.median(gaps[SKIPPED : BETWEEN - 1]),
+        "first": gaps[BETWEEN - 1],
+        "second": gaps[2 * BETWEEN - 1],
+        "step": statistics.median(steps[SKIPPED:BETWEEN]),
+        "during": statistics.median(during or [0]),
+        "after": statistics.median(after or [0]),
+        "num_during": len(during) / 2,
+        "grown": _status()["VmHWM"] - start,
+    }
+    files = [path for path in Path(options.out, "saved").glob("checkpoint-*/**/*") if path.is_file()]
+    tell(options, f"{options.way}, {Path(options.tree).name}", sum(path.stat().st_size for path in files), [found])
+
+
+def describe_steps(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the table of `beside`: medians over the repeats, of the slower rank."""
+    cells = []
+    for name in dict.fromkeys(row["name"] for row in rows):
+        runs = [row["ranks"] for row in rows if row["name"] == name]
+
+        def of(key: str, runs: Sequence[Any] = runs) -> list[float]:
+            return [max(rank[0][key] for rank in ranks) for ranks in runs]
+
+        still = {
+            which: [still - gap for still, gap in zip(of(which), of("gap"), strict=True)]
+            for which in ("first", "second")
+        }
+        ratios = [during / step for during, step in zip(of("during"), of("step"), strict=True) if during]
+        size = next(row["sizes"][0] for row in rows if row["name"] == name)
+        cells.append(
+            [
+                name,
+                f"{size / 1e6:.0f}",
+                *(f"{statistics.median(each):.3f}" for each in still.values()),
+                " ".join(f"{value:.2f}" for value in still["second"]),
+                f"{statistics.median(of('step')):.3f}",
+                f"{statistics.median(of('after')):.3f}",
+                f"{statistics.median(ratios):.2f}" if ratios else "",
+                " ".join(f"{value:.2f}" for value in ratios),
+                f"{statistics.median(of('num_during')):.0f}",
+            ]
+        )
+    words = (
+        "",
+        "MB on disk",
+        "first save s",
+        "second",
+        "of",
+        "step s",
+        "after",
+        "during / before",
+        "of",
+        "steps during",
+    )
+    return columns(words, cells)
 
 
 # -- save_pretrained of a cut model --------------------------------------------------------------------------------
@@ -346,6 +461,7 @@ STUDIES: Mapping[str, Callable[[argparse.Namespace], None]] = {
     "trainer": trainer_study,
     "model": model_study,
     "load": load_study,
+    "beside": beside_study,
 }
 
 if __name__ == "__main__":

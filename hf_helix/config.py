@@ -57,6 +57,7 @@ OF_A_NODE = "--machine_rank RANK --main_process_ip HOST --main_process_port 2950
 SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
 NEEDED = {
     **{name: f"a whole number, such as {name}=1" for name in (*SIZES, "dp_replicate_size")},
+    "verify_every": "a whole number, such as verify_every=100",
     **{name: f"a string, such as {name}='auto'" for name in ("plan", "schedule", "reduce_gradients")},
     **{
         name: f"true or false, such as {name}=True"
@@ -185,6 +186,10 @@ class HelixConfig:
             `tensorwise`: one scale for each matrix, and gradients in e5m2; the same as true;
             `rowwise`: one scale for each row, and gradients in e4m3: closer to bf16.
             None for products in the type of the run.
+        verify_every: look for silent corruption: compute the gradients of every N-th window a second time, in another
+            order, and compare them bit by bit before the optimizer steps. A difference ends the run with the names of
+            rank and parameter. Costs a window in N, the memory of a second set of gradients, and CUDA graphs. 0 for
+            never. Not for losses of one's own.
         memory_gb: gigabytes (1e9 bytes) of each device that a run may use: `schedule="auto"` takes no schedule whose
             activations, and weight gradients that are put off, exceed them. None for all of a GPU, and for no limit on
             CPUs.
@@ -226,6 +231,7 @@ class HelixConfig:
     recompute: str | None = None
     link: str | None = None
     dp_replicate_size: int = 1
+    verify_every: int = 0
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Names an unknown option and the nearest known option, like the YAML; Python would name only the unknown."""
@@ -256,6 +262,13 @@ class HelixConfig:
         for name in (*SIZES, "dp_replicate_size"):
             if (size := getattr(self, name)) < 1:
                 raise ValueError(f"{name} must be at least 1, such as {name}=1; got {size}")
+        if self.verify_every < 0:
+            raise ValueError(f"verify_every={self.verify_every} is no number of windows; use 0 for never, or 100")
+        if self.verify_every and self.cuda_graphs is True:
+            raise ValueError(
+                f"verify_every={self.verify_every} with cuda_graphs=True: gradients are computed in a second order, "
+                "and a graph has one; use cuda_graphs=False"
+            )
         share, factor = self.tuning_share, self.expert_capacity_factor
         if not 0 <= share <= 1:
             raise ValueError(f"tuning_share={share} is no part of a run's time; use a number from 0 to 1, such as 0.05")

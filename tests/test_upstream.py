@@ -25,12 +25,13 @@ from hf_helix.integrations.upstream import KNOWN, UpstreamChanged, check_class, 
 # -- every private or unstable name of another package that hf_helix calls, reads or sets -----------------------------
 
 OWNED: dict[str, str] = {
-    "transformers.trainer:Trainer": "_prepare_input _prepare_inputs _get_num_items_in_batch compute_loss "
+    "transformers.trainer:Trainer": "_save_scaler _prepare_input _prepare_inputs _get_num_items_in_batch compute_loss "
     "compute_loss_context_manager "
     "autocast_smart_context_manager _wrap_model _prepare_context_parallel_inputs",
     "transformers.trainer": "SCHEDULER_NAME TRAINER_STATE_NAME TRAINING_ARGS_NAME",
     "transformers.trainer_utils": "rotate_checkpoints SaveStrategy HPSearchBackend",
     "transformers.trainer_jit_checkpoint": "JITCheckpointCallback",
+    "transformers.trainer_jit_checkpoint:CheckpointManager": "_enable_checkpoint",
     "transformers.trainer_pt_utils": "LabelSmoother",
     "transformers.conversion_mapping": "get_model_conversion_mapping",
     "transformers.core_model_loading": "Concatenate MergeModulelist WeightConverter WeightRenaming dot_natural_key "

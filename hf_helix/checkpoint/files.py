@@ -26,6 +26,7 @@ import operator
 import os
 import re
 import struct
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from hf_helix.checkpoint.background import Copies
 from hf_helix.checkpoint.claims import MARK, delete_unfinished, find_unfinished, make_unfinished
 from hf_helix.checkpoint.reader import INDEX_NAME, SINGLE_NAME, open_safetensors, persistent_tensors
 from hf_helix.operators.parameters.param_shard import COPIED
@@ -266,17 +268,30 @@ def find_writers(aside: Path) -> set[int]:
 
 
 class PendingFiles:
-    """The files of a checkpoint, opened on this rank. The first error is recorded instead of raised, so the ranks stay
-    in step; nothing is written after an error."""
+    """The files of a checkpoint, opened on this rank. The first error is recorded until the end, so the ranks stay in
+    step; nothing is written after an error.
 
-    def __init__(self, folder: Path, layout: CheckpointLayout) -> None:
-        self.error: OSError | None = None
+    Args:
+        folder: of the files.
+        layout: of the files.
+        copies: makes `write` only copy, and `close` write; None to write at once.
+    """
+
+    def __init__(self, folder: Path, layout: CheckpointLayout, copies: Copies | None) -> None:
+        self._error: OSError | None = None
         self._folder, self._layout = folder, layout
+        self._copies, self._copied = copies, deque[tuple[TensorPart, Tensor]]()
         self._open: dict[str, int] = {}
 
     def write(self, part: TensorPart, value: Tensor) -> None:
-        """Writes a part of a tensor to its offsets in its file."""
-        if self.error is not None:
+        """Writes a part of a tensor to its offsets in its file, or copies it."""
+        if self._copies is None:
+            self._write(part, value)
+        else:
+            self._copied.append((part, self._copies.of(value)))
+
+    def _write(self, part: TensorPart, value: Tensor) -> None:
+        if self._error is not None:
             return
         layout, name = self._layout, self._layout.file_of[part.key]
         with self._noted(name):
@@ -286,11 +301,16 @@ class PendingFiles:
             write_box(self._open[name], start, shape, part.offset, value)
 
     def close(self) -> None:
-        """Flushes all writes to the disk, on every rank: rank 0 could only flush the writes of its own host."""
+        """Writes the copies, and flushes all writes to the disk, on every rank: rank 0 could only flush the writes of
+        its own host. Raises the first error."""
+        while self._copied:
+            self._write(*self._copied.popleft())
         for name, number in self._open.items():
             with self._noted(name):
                 os.fsync(number)
             os.close(number)
+        if self._error is not None:
+            raise self._error
 
     @contextlib.contextmanager
     def _noted(self, name: str) -> Iterator[None]:
@@ -298,7 +318,7 @@ class PendingFiles:
             with disk_errors(self._folder / name):
                 yield
         except OSError as error:
-            self.error = self.error or error
+            self._error = self._error or error
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from hf_helix.checkpoint.background import Copies, Writes, write_now
 from hf_helix.checkpoint.cut_parameters import join_slices
 from hf_helix.checkpoint.files import (
     CheckpointLayout,
@@ -36,7 +37,7 @@ from hf_helix.checkpoint.reader import Source, match_tensors, persistent_tensors
 from hf_helix.models.stock.peft import is_peft
 from hf_helix.operators.parameters.flat_parameter import FlatParameter
 from hf_helix.operators.parameters.param_shard import COPIED, Placement
-from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0
+from hf_helix.runtime.distributed.agreement import decide_on_rank_0
 from hf_helix.runtime.distributed.groups import control_group, receive_on_host, send_on_host
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.divided import full_of
@@ -54,21 +55,46 @@ def save_pretrained(
 ) -> None:
     """Writes the model as an ordinary Hugging Face checkpoint, and deletes the files of an earlier save once complete.
     Collective. Raises OSError if this rank could not write, ValueError with the rank if another rank could not."""
+    with staged(Path(folder)) as aside:
+        write_now(begin_save(model, rank_units, mesh, aside, max_shard_size))
+
+
+def begin_save(
+    model: Any,
+    rank_units: RankUnits,
+    mesh: Mesh,
+    folder: Path,
+    max_shard_size: int | str | None = None,
+    copies: Copies | None = None,
+) -> Writes:
+    """Makes the files of a checkpoint in an existing folder, and writes this rank's part, or copies it. Collective.
+
+    Args:
+        model: the cut model.
+        rank_units: its units on this rank.
+        mesh: the layout of the ranks.
+        folder: of the files.
+        max_shard_size: see `Engine.save_pretrained`.
+        copies: for tensors that may change before they are written; None to write them at once. Without a folder that
+            all ranks see, tensors are written at once all the same, since rank 0 would hold copies for the others.
+
+    Returns:
+        What is left to do.
+    """
     layout = CheckpointLayout.of(model, rank_units, mesh, _MAX_SHARD_SIZE if max_shard_size is None else max_shard_size)
     for flat in rank_units.flat_parameters:
         flat.check_resharded()
-    with staged(Path(folder)) as aside:
-        decide_on_rank_0(lambda: layout.create(aside))
-        files = PendingFiles(aside, layout)
-        _Writer(model, rank_units, mesh, files, layout, find_writers(aside)).write()
-        files.close()
-        agree_on_success(files.error)
-        decide_on_rank_0(lambda: _complete(model, layout, aside))
+    decide_on_rank_0(lambda: _create(model, layout, folder))
+    writers = find_writers(folder)
+    files = PendingFiles(folder, layout, copies if len(writers) == world_size() else None)
+    _Writer(model, rank_units, mesh, files, layout, writers).write()
+    paths = [folder / name for name in layout.files]
+    return Writes(files.close, lambda _: check_files(paths, layout.tensors))
 
 
-def _complete(model: Any, layout: CheckpointLayout, folder: Path) -> None:
-    """Checks the written tensors, and adds the other files of `save_pretrained`."""
-    check_files([folder / name for name in layout.files], layout.tensors)
+def _create(model: Any, layout: CheckpointLayout, folder: Path) -> None:
+    """Makes the files of the tensors, and writes the other files of `save_pretrained`."""
+    layout.create(folder)
     model.config.architectures = [type(model).__name__]
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.save_pretrained(folder)

@@ -39,15 +39,17 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
-from hf_helix.checkpoint.files import ROOM
+from hf_helix.checkpoint.background import Copies, Writes, write_now
+from hf_helix.checkpoint.files import ROOM, disk_errors
 from hf_helix.checkpoint.plain_files import DamagedFile, PlainPlanner, PlainReader, fits, read_metadata
-from hf_helix.runtime.distributed.agreement import on_all_ranks
+from hf_helix.runtime.distributed.agreement import exchange_on_rank_0, on_all_ranks
 from hf_helix.runtime.distributed.groups import control_group
+from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.local_parameters import LocalParameter, Offset
 
 # -- quantized states ------------------------------------------------------------------------------------------------
@@ -300,9 +302,70 @@ class FullTensor(Tensor):
         return self._pieces[tuple(index.offset)]
 
 
+class _Planner(DefaultSavePlanner):
+    """Knows the data of this rank's items before DCP's writer asks for them."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._data: dict[MetadataIndex, Any] = {}
+
+    def take(self, plan: SavePlan, copies: Copies | None) -> None:
+        """Takes the data of a plan as they are now, without copies if tensors do not change before they are written."""
+        for item in plan.items:
+            data = super().resolve_data(item)
+            self._data[item.index] = copies.of(data) if copies and isinstance(data, Tensor) else data
+        self.state_dict = {}  # else values made for this save would stay until its end
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        return self._data.pop(write_item.index)
+
+
 def save_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParameter], folder: Path) -> None:
-    """Writes the states of an optimizer and the options of its parameter groups. Collective. Raises RuntimeError, on
-    every rank, with the rank that could not write, and the reason."""
+    """Writes the states of an optimizer and the options of its parameter groups. Collective. Raises on every rank if
+    any could not write, see `on_all_ranks`."""
+    write_now(begin_saving_states(optimizer, local, folder, copies=None))
+
+
+def begin_saving_states(
+    optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParameter], folder: Path, copies: Copies | None
+) -> Writes:
+    """Decides which rank writes which states of an optimizer, and the options of its parameter groups. Collective.
+
+    Args:
+        optimizer: the optimizer.
+        local: its parameters on this rank.
+        folder: of the files.
+        copies: for states that may change before they are written.
+
+    Returns:
+        What is left to do.
+    """
+    # No copies ahead by DCP itself: on a GPU they would need a stream, and the thread that writes has no device.
+    writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
+    planner = _Planner()
+    planner.set_up_planner(_states(optimizer, local), writer.storage_meta(), rank() == 0)
+    writer.set_up_storage_writer(rank() == 0)
+    mine = on_all_ranks(lambda: writer.prepare_local_plan(planner.create_local_plan()))
+    metadata: list[Metadata] = []  # on rank 0
+
+    def share_out(plans: list[SavePlan]) -> list[SavePlan]:
+        plans, about = planner.create_global_plan(plans)
+        metadata.append(about)
+        return writer.prepare_global_plan(plans)
+
+    plan = planner.finish_plan(exchange_on_rank_0(mine, share_out))
+    planner.take(plan, copies)
+
+    def write() -> list[WriteResult]:
+        with disk_errors(folder):
+            results: list[WriteResult] = writer.write_data(plan, planner).wait()
+        return results
+
+    return Writes(write, lambda of_ranks: writer.finish(metadata[0], list(of_ranks)))
+
+
+def _states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParameter]) -> dict[str, Any]:
+    """Returns this rank's states by their names in a checkpoint, and the options of the parameter groups."""
     saved: dict[str, Any] = {
         GROUPS: [
             {key: _plain(value) for key, value in group.items() if key not in _NOT_OPTIONS}
@@ -327,9 +390,7 @@ def save_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
                 saved[f"{about.name}/{key}"] = FullTensor(about, value)
             else:
                 saved[f"{about.name}/{key}{about.mark}"] = value
-    with _failures_named(f"writing the optimizer's states to {folder}"):
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        save(saved, storage_writer=FileSystemWriter(folder), planner=planner, process_group=control_group())
+    return saved
 
 
 def _plain(value: Any) -> Any:

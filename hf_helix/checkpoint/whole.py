@@ -64,6 +64,15 @@ def check_whole(folder: Path) -> Manifest:
     return manifest
 
 
+def is_complete(folder: Path) -> bool:
+    """Returns whether a folder is a complete checkpoint, by its manifest."""
+    try:
+        Manifest.read(folder)
+    except ValueError:
+        return False
+    return True
+
+
 def _check_weights(path: Path) -> None:
     def look() -> None:
         with open_safetensors(path) as file:

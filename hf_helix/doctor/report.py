@@ -22,6 +22,8 @@ from hf_helix.planning.timing.sizes import Sizes, size_text
 
 TOO_CLOSE = f"; less than {CLOSE:.0%} apart is too close to tell"
 
+MOST_BEGUN = 3  # micro-batches from a signal to the end of a window; a CUDA graph replays all of it
+DISK = 1e9  # bytes a second that a node writes, unless it is known better
 FEW = 3  # of the layouts that fit: so few say that the model is large for the machine
 IDLE = 0.3  # of a window: so much waiting, with little exposed, is for the host to issue operators
 EXPOSED = 0.3  # of a step: with this much exposed communication, the links are slow for the model
@@ -97,8 +99,21 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
         states = ["weights, states and gradients"] if case.offload else []
         held = states + ["inputs of layers"] * (case.recompute == OFFLOAD)
         yield f"  host          {bytes_text(step.host):>13}    of each node, for {' and '.join(held)}"
+    yield f"  preemption    {_preemption_text(step, cluster)}"
     if step.memory.total > budget:
         yield "  It does not fit."
+
+
+def _preemption_text(step: Step, cluster: Cluster) -> str:
+    """Returns the seconds from a signal to a whole checkpoint: of the window, and of the writing."""
+    case, memory = step.case, step.memory
+    begun = step.window if step.replayed else min(MOST_BEGUN / case.microbatches, 1.0) * step.window
+    replicas = 1 if case.shard_optimizer or case.shard_parameters else case.sizes.dp * case.sizes.cp
+    each = step.host if case.offload else cluster.devices_per_node * (memory.weights + memory.states) / replicas
+    return (
+        f"{begun + each / DISK:10.3f} s     from a signal to a whole checkpoint: {begun:.3f} s of the window, and "
+        f"up to {bytes_text(each)} of each node at {bytes_text(DISK)} a second"
+    )
 
 
 def roomier_text(best: Step, cluster: Cluster) -> str:

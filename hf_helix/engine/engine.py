@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_helix.checkpoint.background import Copies, Writes
 from hf_helix.checkpoint.cut_parameters import align_buffers, is_cut
 from hf_helix.checkpoint.load import load_adapters, load_parameters
-from hf_helix.checkpoint.save import save_full, save_pretrained
+from hf_helix.checkpoint.save import begin_save, save_full, save_pretrained
 from hf_helix.config import AUTO, HelixConfig
 from hf_helix.engine.advice import Advice
 from hf_helix.engine.calls import Calls, is_together, together
@@ -51,6 +52,7 @@ from hf_helix.engine.optimizer_shards import (
     unsharded,
 )
 from hf_helix.engine.proof.first_use import prove_on_first_use
+from hf_helix.engine.verification import Digests, in_another_order, raise_if_different
 from hf_helix.models.derived.model_code import check_forwards
 from hf_helix.models.direct_use import (
     Instead,
@@ -75,6 +77,7 @@ from hf_helix.runtime.distributed.agreement import (
     agree_on_action,
     agree_on_window,
     check_same_on_all_ranks,
+    decide_on_rank_0,
     on_all_ranks,
     sum_over_ranks,
 )
@@ -134,6 +137,11 @@ class Engine(Diagnostics):
         self._advice = Advice(self.base, mesh, options.autocast_dtype)
         self._trains = any(parameter.requires_grad for parameter in model.parameters())
         self.ends_at_decoder = options.loss_tweaks.ends_at_decoder
+        if config.verify_every and self.ends_at_decoder:
+            raise ValueError(
+                f"verify_every={config.verify_every} with a loss that the script computes: its window cannot be "
+                "computed again without the script; use verify_every=0, or the model's own loss"
+            )
         self.last_window: list[MicroBatch] = []
         self._has_said_link = self._has_said_images = False
         self._trained_then: list[bool] = []  # whether the last window trained each parameter
@@ -369,7 +377,12 @@ class Engine(Diagnostics):
 
     @plain_parameters()
     def train_window(
-        self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int, is_compared: bool = False
+        self,
+        batches: Sequence[Mapping[str, Any]],
+        scale: LossScale,
+        step: int,
+        is_compared: bool = False,
+        may_begin: Callable[[int], bool] | None = None,
     ) -> list[Tensor]:
         """Runs forward and backward of a window; gradients are added to `parameter.grad`. Collective.
 
@@ -378,21 +391,42 @@ class Engine(Diagnostics):
             scale: the factors of the losses.
             step: the number of the optimizer step, a seed of randomness.
             is_compared: whether ranks that share the batches have compared them.
+            may_begin: asked before each micro-batch; False ends the window. Not asked by CUDA graphs, which replay a
+                window as a whole.
 
         Returns:
             The loss of every micro-batch, on every rank.
+
+        Raises:
+            WindowEnded: `may_begin` has ended the window, which leaves no gradients.
         """
         window = self.last_window = self._checked_window(batches, scale, step, is_compared)
         if self.graphs is not None:
             self.graphs.keep_gradients()
         replays = self.graphs is not None and not self.graphs.has_given_up
+        digests = Digests() if self._is_verified(step) else None
         with set_aside(self.runner), self._counted(window, traces=not replays):
             if self.graphs is not None:
                 losses = self.graphs.train_window(self.runner, window)
             else:
-                losses = self.runner.train_window(window)
+                note = None if digests is None else digests.add
+                losses = self.runner.train_window(window, may_begin=may_begin, note=note)
+            if digests is not None:
+                self._verify(window, digests, step)
         self._divided.note_gradients()
         return losses
+
+    def _is_verified(self, step: int) -> bool:
+        every = self.config.verify_every
+        return every > 0 and step % every == every - 1
+
+    def _verify(self, window: Sequence[MicroBatch], digests: Digests, step: int) -> None:
+        """Computes the gradients of a window again, see `hf_helix.engine.verification`. Collective."""
+        again = Digests()
+        with measured(self.runner):
+            in_another_order(self.runner).train_window(window, note=again.add)
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        raise_if_different(digests.differing(again), names, step + 1)
 
     def _checked_window(
         self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int, is_compared: bool = False
@@ -485,6 +519,12 @@ class Engine(Diagnostics):
             self.limits.raise_if_invalid([torch.stack(bounds).amax(0).tolist()])
         self.last_window = self.called_decoder.window
         self._divided.note_gradients()
+
+    def drop_window(self) -> None:
+        """Ends a window of calls without its gradients."""
+        assert self.called_decoder is not None
+        self.called_decoder.drop()
+        self._bounds = []
 
     def _make_window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[MicroBatch]:
         is_shared = self.config.expert_capacity_factor is not None
@@ -623,15 +663,40 @@ class Engine(Diagnostics):
             model: another model, made of the cut model by a script, such as by merging adapters; None for the cut
                 model. Another model, and a cut model with changed modules, is assembled in the memory of rank 0's host.
         """
-        self._align_buffers("the model is saved")
-        model = self.model if model is None else model
-        is_as_cut = model is self.model and not self._snapshot.change_of_structure()
-        check_same_on_all_ranks(f"{type(model).__name__}, as it was cut: {is_as_cut}", "models to save")
-        if is_as_cut and not is_peft(model):
+        model, is_as_cut = self._model_to_save(model)
+        if is_as_cut:
             with plain_parameters():
                 save_pretrained(model, self.runner.rank_units, self.mesh, folder, max_shard_size)
         else:
             save_full(model, folder, max_shard_size)
+
+    @watched()
+    def begin_save(self, folder: str | Path, copies: Copies, model: Any = None) -> list[Writes]:
+        """Begins `save_pretrained`; adapters and changed models are written at once. Collective.
+
+        Args:
+            folder: that nobody reads yet.
+            copies: see `hf_helix.checkpoint.save.begin_save`.
+            model: see `save_pretrained`.
+
+        Returns:
+            What is left to do.
+        """
+        model, is_as_cut = self._model_to_save(model)
+        decide_on_rank_0(lambda: Path(folder).mkdir(parents=True, exist_ok=True))
+        if is_as_cut:
+            with plain_parameters():
+                return [begin_save(model, self.runner.rank_units, self.mesh, Path(folder), copies=copies)]
+        save_full(model, folder)
+        return []
+
+    def _model_to_save(self, model: Any) -> tuple[Any, bool]:
+        """Returns the model to save, and whether each rank writes its part. Collective."""
+        self._align_buffers("the model is saved")
+        model = self.model if model is None else model
+        is_as_cut = model is self.model and not self._snapshot.change_of_structure()
+        check_same_on_all_ranks(f"{type(model).__name__}, as it was cut: {is_as_cut}", "models to save")
+        return model, is_as_cut and not is_peft(model)
 
     @plain_parameters()
     def load_weights(self, folder: str | Path) -> None:

@@ -510,6 +510,8 @@ def reason_against_all_graphs(mesh: Mesh, runner: Runner, config: HelixConfig, e
     the passes."""
     if mesh.device.type != "cuda":
         return f"the model is on a {mesh.device.type} device"
+    if config.verify_every:
+        return f"verify_every={config.verify_every} computes gradients in a second order, and a graph has one"
     if ends_at_decoder:
         return "the loss is computed by code outside of the model, between passes whose values move from call to call"
     if config.offload or config.recompute == OFFLOAD:

@@ -18,6 +18,7 @@ rank waits until another rank has received a tensor; a sent tensor stays alive u
 """
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
@@ -174,6 +175,10 @@ MAX_PROGRAMS = 16
 a window."""
 
 
+class WindowEnded(Exception):
+    """A window has ended before its last micro-batch, with all communication of those that had begun."""
+
+
 class Executor:
     """Runs programs on a rank's streams.
 
@@ -211,6 +216,7 @@ class Executor:
         reduction: GradientReducer | None = None,
         at_barrier: Callable[[], object] | None = None,
         states: dict[int, MicroBatchState] | None = None,
+        may_begin: Callable[[int], bool] | None = None,
     ) -> KeptValues:
         """Issues every instruction of a program.
 
@@ -223,14 +229,23 @@ class Executor:
             at_barrier: called at every barrier, after a wait for everything issued before, even ahead of its time.
             states: the states that an earlier program has begun, by micro-batch; afterwards those that this program
                 has not ended. None if a program ends every state.
+            may_begin: asked before the first operator of a micro-batch. After False no later one begins, and those that
+                have begun run to their end.
 
         Returns:
             By micro-batch, the values that were never freed.
+
+        Raises:
+            WindowEnded: `may_begin` has been False.
         """
         kept: dict[int, Mapping[Key, Tensor]] = {}
         states = {} if states is None else states
+        limit = math.inf
         with self._window():
             for step, later in ((step, later) for steps, later in self._bind(program) for step in steps):
+                microbatch = step.microbatch + later
+                if microbatch >= limit:
+                    continue
                 if isinstance(step, Instruction):
                     if step.operator is None:
                         self._barrier(states, include_ahead=at_barrier is not None)
@@ -241,10 +256,14 @@ class Executor:
                     elif reduction is not None and step.operator.kind.copies:
                         reduction.copy_to_host(step.reduction)
                     elif reduction is not None:
-                        reduction.reduce(step.reduction, step.microbatch + later)
+                        reduction.reduce(step.reduction, microbatch)
                     continue
-                microbatch = step.microbatch + later
                 state = states.get(microbatch)
+                if state is None and may_begin is not None and not may_begin(microbatch):
+                    limit = microbatch
+                    if reduction is not None:
+                        reduction.last = None
+                    continue
                 if state is None:
                     state = states[microbatch] = self.begin(microbatches[microbatch], sources, saves_for_backward)
                 if state.given:
@@ -269,6 +288,8 @@ class Executor:
                 self._wait(self._sent.popleft()[0])
             while self._gathered:
                 self._wait(self._gathered.popitem()[1])
+        if limit < math.inf:
+            raise WindowEnded
         return kept
 
     @contextlib.contextmanager

@@ -9,12 +9,12 @@ shapes; all ranks of a pipeline run the same window.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_helix.operators.base import Precision
 from hf_helix.operators.experts.moe import RouterMeter
@@ -30,7 +30,7 @@ from hf_helix.planning.window.layout import Key
 from hf_helix.runtime.distributed.groups import broadcast_object
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.divided import plain_parameters
-from hf_helix.runtime.executor import Executor, Sources, no_sources
+from hf_helix.runtime.executor import Executor, Sources, WindowEnded, no_sources
 from hf_helix.runtime.gradients.buckets import gradient_buckets
 from hf_helix.runtime.gradients.reduce import GradientReducer
 from hf_helix.runtime.intra_batch import tile_units
@@ -99,18 +99,36 @@ class Runner:
         return Runner(self.rank_units, plan, self.mesh, streams, scheduler, self.seed, self.precision.autocast_dtype)
 
     @plain_parameters()
-    def train_window(self, microbatches: Sequence[MicroBatch], complete: bool = True) -> list[Tensor]:
+    def train_window(
+        self,
+        microbatches: Sequence[MicroBatch],
+        complete: bool = True,
+        may_begin: Callable[[int], bool] | None = None,
+        note: Callable[[nn.Parameter], object] | None = None,
+    ) -> list[Tensor]:
         """Runs forward and backward of a window; returns losses by micro-batch, and adds gradients to `parameter.grad`.
         Where a caller computes the loss, a window repeats calls for measurements; there are no losses.
 
         Args:
             microbatches: the window.
             complete: also reduce the gradients over the ranks. Off, each rank keeps its own gradients.
+            may_begin: see `Executor.run`; equal on every rank.
+            note: see `GradientReducer`.
+
+        Raises:
+            WindowEnded: `may_begin` has ended the window. Its gradients are incomplete.
         """
         program = self.program(len(microbatches))
-        reduction = self.reduction(len(microbatches) - 1) if complete else None
+        reduction = self.reduction(len(microbatches) - 1, note) if complete else None
         self.rank_units.mark_weights_stale()  # an optimizer may have stepped
-        kept = self.executor.run(program, microbatches, self.sources(), saves_for_backward=True, reduction=reduction)
+        try:
+            kept = self.executor.run(
+                program, microbatches, self.sources(), saves_for_backward=True, reduction=reduction, may_begin=may_begin
+            )
+        except WindowEnded:
+            if reduction:
+                reduction.abandon()
+            raise
         self.rank_units.mark_weights_stale()  # a step follows, or a measured window moved nothing
         if reduction:
             reduction.finish()
@@ -119,12 +137,14 @@ class Runner:
         losses = [values[self._output] for _, values in sorted(kept.items()) if self._output in values]
         return list(self._everywhere(losses, len(microbatches)))
 
-    def reduction(self, last: int | None = None) -> GradientReducer:
-        """Returns the gradient reduction of a window; `last`: see `GradientReducer`."""
+    def reduction(
+        self, last: int | None = None, note: Callable[[nn.Parameter], object] | None = None
+    ) -> GradientReducer:
+        """Returns the gradient reduction of a window; `last` and `note`: see `GradientReducer`."""
         if self._trained() != self._trained_before:
             self._fill_buckets()
         often = self.buckets_reduced_often
-        return GradientReducer(self.buckets, self.mesh, self.executor.streams, self._numbers, often, last)
+        return GradientReducer(self.buckets, self.mesh, self.executor.streams, self._numbers, often, last, note)
 
     @property
     def buckets_reduced_often(self) -> Collection[int]:

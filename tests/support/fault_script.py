@@ -120,6 +120,29 @@ class KillSometime(TrainerCallback):
             threading.Timer(self.seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
+class KillInSave(TrainerCallback):
+    """One rank is killed at a random moment of a save that takes a while. The first one is complete by then: the second
+    waits for it."""
+
+    def __init__(self, seed: str) -> None:
+        draw = random.Random(seed)
+        is_victim = draw.randrange(int(os.environ["WORLD_SIZE"])) == int(os.environ["RANK"])
+        self.step, self.seconds = (draw.randrange(3, 6) if is_victim else -1), draw.uniform(0, 0.3)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            for name in ("write_box", "to_disk"):
+                slowed = getattr(files, name)
+                setattr(files, name, functools.partial(after_a_while, slowed))
+        if state.global_step == self.step:
+            threading.Timer(self.seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+def after_a_while(call: Callable[..., Any], *given: Any) -> Any:
+    time.sleep(0.005)
+    return call(*given)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fault", choices=["", *FAULTS], default="")
@@ -127,6 +150,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--save-steps", type=int, default=2)
     parser.add_argument("--kills", type=int, default=0, help="how many starts are killed")
+    parser.add_argument("--kill-in-save", default="", help="the seed of a moment")
     parser.add_argument("--seed", default="0")
     parser.add_argument("--model", type=json.loads, default={}, help="of support.models.tiny")
     parser.add_argument("--training", type=json.loads, default={}, help="further training arguments")
@@ -150,6 +174,8 @@ def main() -> None:
     start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if start < flags.kills:
         trainer.add_callback(KillSometime(f"{flags.seed}/{start}"))
+    if flags.kill_in_save:
+        trainer.add_callback(KillInSave(flags.kill_in_save))
     trainer.train(resume_from_checkpoint=last is not None)
     if trainer.is_world_process_zero():
         print(f"done: {trainer.state.global_step} steps, from {last}, after {start} restarts")

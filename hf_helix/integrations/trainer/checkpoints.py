@@ -8,48 +8,42 @@ written; counters, rotation, uploads and the choice of the best model stay the s
 """
 
 import contextlib
-import math
 import os
-import shutil
-import uuid
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
 from transformers import Trainer, TrainingArguments
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import SaveStrategy, rotate_checkpoints
+from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer_utils import SaveStrategy
 from transformers.utils.logging import get_logger
 
 from hf_helix.checkpoint import files as atomic
-from hf_helix.checkpoint.claims import Claim, Held, make_unfinished, take_claim
-from hf_helix.checkpoint.manifest import NAME, Manifest, describe_parameters
+from hf_helix.checkpoint.claims import Claim, Held, take_claim
+from hf_helix.checkpoint.manifest import NAME, Manifest
 from hf_helix.checkpoint.plain_files import DamagedFile
-from hf_helix.checkpoint.training_state import Generators, generators, load_states, save_states, set_generators
+from hf_helix.checkpoint.training_state import Generators, generators, load_states, set_generators
 from hf_helix.checkpoint.whole import (
     GENERATORS,
     OPTIMIZER,
     check_whole,
+    is_complete,
     numbered,
     read_generators,
     read_schedule,
     with_remedy,
 )
 from hf_helix.integrations.trainer.decisions import prepare_for_interrupts
-from hf_helix.integrations.trainer.stock import TrainerAttributes
+from hf_helix.integrations.trainer.saving import SavingHooks, unwrapped
 from hf_helix.integrations.upstream import overrides
 from hf_helix.planning.timing.sizes import Sizes, size_text
-from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_success, decide_on_rank_0
-from hf_helix.runtime.distributed.groups import host_name
+from hf_helix.runtime.distributed.agreement import agree_on_action, decide_on_rank_0
 from hf_helix.runtime.distributed.mesh import rank
-from hf_helix.runtime.divided import full_of, plain_parameters
+from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.failures.values import Health
-from hf_helix.runtime.local_parameters import LocalParameter, local_parameters
 from hf_helix.runtime.notices import say
 
 logger = get_logger(__name__)
@@ -57,15 +51,11 @@ logger = get_logger(__name__)
 RUNNING = "_running"  # the mark of a run in `output_dir`; pushes to the Hub leave out `_*`
 
 
-class CheckpointHooks(TrainerAttributes):
-    """The part of `HelixTrainerMixin` that saves checkpoints and resumes from checkpoints."""
+class CheckpointHooks(SavingHooks):
+    """The part of `HelixTrainerMixin` that resumes from checkpoints."""
 
-    _staging: str | None = None  # the folder of a checkpoint before publication
-    _push_waits = False  # whether to upload the checkpoint after publication
     _resumed: Manifest | None = None  # the manifest of the resumed checkpoint
     _first_epoch: Path | None = None  # the folder of the resumed checkpoint, until the resumed epoch has begun
-    _epoch_generators: Generators | None = None  # generator states at the start of the epoch
-    _epoch: dict[str, int] | None = None  # the number of the epoch, and the step before its first one
 
     # -- resuming ------------------------------------------------------------------------------------------------
 
@@ -88,7 +78,7 @@ class CheckpointHooks(TrainerAttributes):
             agree_on_action("trainer.train() is called")
             if resume_from_checkpoint or self._saves:
                 self._settle_stream()
-            with self._claimed_output_dir():
+            with self._claimed_output_dir(), self._last_save_kept(), self._preemptible():
                 folder = self._find_checkpoint(resume_from_checkpoint)
                 if self._saves:
                     self._check_output_dir()
@@ -162,7 +152,7 @@ class CheckpointHooks(TrainerAttributes):
     def _last_checkpoint(self) -> Path:
         """Returns the newest complete checkpoint in `output_dir`."""
         folder = Path(self.args.output_dir or ".")
-        atomic.recover(folder, _is_complete)
+        atomic.recover(folder, is_complete)
         for path in numbered(folder):
             if (path / NAME).is_file():
                 return path
@@ -171,23 +161,6 @@ class CheckpointHooks(TrainerAttributes):
             f"No valid checkpoint found in output directory ({folder}): resume_from_checkpoint=True needs one that "
             "HelixTrainer has saved there; use resume_from_checkpoint=None to start anew"
         )
-
-    @plain_parameters()
-    def _describe(self, optimizer: Any = None) -> Manifest:
-        """Returns the manifest of a checkpoint of this run. Collective."""
-        args, mesh, options = self.args, self.helix.mesh, self.args.accelerator_config
-        per_step = {
-            "per_device_train_batch_size": args.train_batch_size,
-            "gradient_accumulation_steps": args.gradient_accumulation_steps,
-            "data-parallel ranks": 1 if getattr(options, "split_batches", False) else mesh.dp_size,
-        }
-        parameters = describe_parameters(self._local_parameters(), mesh, optimizer)
-        name = type(optimizer).__name__ if optimizer is not None else None
-        kind = type(self.helix.model).__name__
-        return Manifest(kind, parameters, dict(mesh.sizes), per_step, name, epoch=self._epoch or {})
-
-    def _local_parameters(self) -> dict[nn.Parameter, LocalParameter]:
-        return local_parameters(self.helix.model, self.helix.runner.rank_units, self.helix.mesh)
 
     @overrides("Trainer", otherwise="whole weights would be loaded into cut parameters, which is an error")
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -208,7 +181,7 @@ class CheckpointHooks(TrainerAttributes):
         if checkpoint is None:
             return
         assert self._resumed is not None
-        optimizer, folder = _unwrapped(self.optimizer), Path(checkpoint)
+        optimizer, folder = unwrapped(self.optimizer), Path(checkpoint)
         self._resumed.check_optimizer(folder, self._describe(optimizer))
         with with_remedy(folder):
             load_states(optimizer, self._local_parameters(), folder / OPTIMIZER)
@@ -268,131 +241,6 @@ class CheckpointHooks(TrainerAttributes):
         with with_remedy(folder):
             return read_generators(folder / GENERATORS.format(rank() if same_layout else 0))
 
-    # -- saving --------------------------------------------------------------------------------------------------
-
-    def _check_output_dir(self) -> None:
-        """Refuses an `output_dir` without room for checkpoints. Collective."""
-        folder = Path(self.args.output_dir or ".")
-        needed = self._least_bytes(self._describe())
-        probe = decide_on_rank_0(lambda: _probe(folder, needed))
-        # The model can go through rank 0, but optimizer states come from all ranks, and all ranks read.
-        is_shared = not self.args.save_only_model or self.args.load_best_model_at_end
-        host = host_name().split()[0]
-        lost = ValueError(
-            f"output_dir={str(folder)!r} on {host} is not the folder that rank 0 has written to: give a folder that "
-            "all hosts share; or save_only_model=True with load_best_model_at_end=False (rank 0 writes the model, and "
-            "no run resumes from it); or save_strategy='no' with load_best_model_at_end=False, and "
-            "trainer.save_model(folder) at the end"
-        )
-        try:
-            agree_on_success(lost if is_shared and not probe.exists() else None)
-        finally:
-            if rank() == 0:
-                probe.unlink(missing_ok=True)  # an error of its own would hide the refusal
-
-    def _least_bytes(self, run: Manifest) -> int:
-        """Returns a lower bound for the bytes of a checkpoint: the trained weights and, with AdamW, two averages
-        of each."""
-        with_averages = str(getattr(self.args.optim, "value", self.args.optim)).startswith("adamw_torch")
-        factor = 3 if with_averages and not self.args.save_only_model else 1
-        trained = [about for about in run.parameters.values() if about["trained"]]
-        return factor * sum(math.prod(p["shape"]) * getattr(torch, p["dtype"]).itemsize for p in trained)
-
-    @overrides("Trainer", otherwise="a run that is killed while it saves would leave a broken checkpoint")
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Saves as the stock method does, into a folder that is published when complete. Collective."""
-        folder = super()._get_output_dir(trial)  # type: ignore[misc]
-        name = f"{atomic.PREFIX}-{self.state.global_step}"
-        with watched():
-            agree_on_action(f"{name} is saved")
-            self._health.check()
-            staging = decide_on_rank_0(lambda: _stage(Path(folder)))
-            self._staging, self._push_waits = str(staging), False
-            try:
-                with atomic.disk_errors(staging):
-                    super()._save_checkpoint(model, trial)  # type: ignore[misc]
-                    self._note_best(folder)
-                    agree_on_success(None)  # every rank has written its part
-                    manifest = self._describe(None if self.args.save_only_model else _unwrapped(self.optimizer))
-                    decide_on_rank_0(lambda: self._publish(staging / name, Path(folder), manifest))
-            except BaseException:
-                if rank() == 0:
-                    with contextlib.suppress(OSError):
-                        atomic.abandon(staging, Path(folder), _is_complete)
-                raise
-            finally:
-                self._staging = None
-        if self._push_waits:
-            super()._push_from_checkpoint(os.path.join(folder, name))  # type: ignore[misc]
-        if self.args.should_save:
-            rotate_checkpoints(folder, self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
-
-    def _note_best(self, folder: str) -> None:
-        """Corrects the path of the best checkpoint: the stock method looks in the staging folder."""
-        best = self.state.best_global_step
-        path = os.path.join(folder, f"{atomic.PREFIX}-{best}")
-        if best and (best == self.state.global_step or os.path.exists(path)):
-            self.state.best_model_checkpoint = path
-
-    def _publish(self, aside: Path, folder: Path, manifest: Manifest) -> None:
-        self.state.save_to_json(os.path.join(aside, TRAINER_STATE_NAME))
-        atomic.publish(aside, folder, lambda: manifest.write(aside))
-
-    @overrides("Trainer", otherwise="a run that is killed while it saves would leave a broken checkpoint")
-    def _get_output_dir(self, trial: Any) -> str:
-        return self._staging or super()._get_output_dir(trial)  # type: ignore[misc]
-
-    @overrides("Trainer", otherwise="an upload would read a folder that is being moved")
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Uploads after the checkpoint is published: the upload reads the checkpoint while training continues."""
-        if self._staging is None:
-            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
-        else:
-            self._push_waits = True
-
-    @overrides("Trainer", otherwise="ranks would wait for rank 0, which waits for them")
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the model on every rank; the stock method of Transformers 5.17 writes only on rank 0. Collective."""
-        agree_on_action("trainer.save_model() is called")
-        self._save(output_dir)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    @overrides("Trainer", otherwise="the checkpoint would hold one rank's slices")
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Writes an ordinary Hugging Face checkpoint; every rank writes its slices, or rank 0 the tensors that a script
-        gives. Collective."""
-        folder = output_dir if output_dir is not None else self.args.output_dir
-        assert folder is not None
-        if state_dict is None:
-            self.helix.save_pretrained(folder, model=self.model)
-        else:
-            state_dict = {name: full_of(value) for name, value in state_dict.items()}
-            if self.args.should_save:  # by the method of the class: a cut model's refuses
-                type(self.model).save_pretrained(self.model, folder, state_dict=state_dict)
-        if self.args.should_save:
-            processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-            if processing is not None:
-                processing.save_pretrained(folder)
-            atomic.save_torch(self.args, Path(folder, TRAINING_ARGS_NAME))
-
-    @overrides("Trainer", otherwise="the checkpoint would hold one rank's optimizer states")
-    @plain_parameters()
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Writes the optimizer's states, each rank its part, and on rank 0 the scheduler's. Collective."""
-        save_states(_unwrapped(self.optimizer), self._local_parameters(), Path(output_dir, OPTIMIZER))
-        if self.args.should_save:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Please also save or load the state of the optimizer")
-                atomic.save_torch(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
-
-    @overrides("Trainer", otherwise="a resumed run would draw other random numbers")
-    def _save_rng_state(self, output_dir: str) -> None:
-        now = generators()
-        at_end = self.state.epoch is not None and self.state.epoch == int(self.state.epoch)
-        states = {"now": now, "epoch": now if at_end else self._epoch_generators}
-        atomic.save_torch(states, Path(output_dir, GENERATORS.format(rank())))
-
 
 def make_output_dir(args: TrainingArguments) -> None:
     """Makes `output_dir` before the stock Trainer does, which would fail only on rank 0. Collective.
@@ -411,24 +259,6 @@ def make_output_dir(args: TrainingArguments) -> None:
     decide_on_rank_0(make)
 
 
-def _probe(folder: Path, needed: int) -> Path:
-    """Writes a small file to the folder and checks the free space; returns the path of the file."""
-    probe = folder / f"_probe-{uuid.uuid4().hex}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(bytes(4096))
-    except OSError as error:
-        raise ValueError(f"output_dir={str(folder)!r} cannot be written ({error}); give another folder") from error
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        probe.unlink()
-        raise ValueError(
-            f"output_dir={str(folder)!r} has {free / 1e9:.3f} GB of room, and a checkpoint needs {needed / 1e9:.3f} GB "
-            "or more; make room, give another folder, or use save_strategy='no'"
-        )
-    return probe
-
-
 def _claim(folder: Path) -> Claim:
     """Returns a claim on `output_dir` for this run."""
     try:
@@ -444,23 +274,3 @@ def _claim(folder: Path) -> Claim:
     if not claim.has_lock:
         logger.warning(f"{folder} is on a file system without locks: a second run with this output_dir is not noticed")
     return claim
-
-
-def _stage(folder: Path) -> Path:
-    """Makes the folder of an unfinished checkpoint."""
-    atomic.recover(folder, _is_complete)
-    folder.mkdir(parents=True, exist_ok=True)
-    return make_unfinished(folder, atomic.STAGING)
-
-
-def _is_complete(folder: Path) -> bool:
-    try:
-        Manifest.read(folder)
-    except ValueError:
-        return False
-    return True
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    """Returns the optimizer inside Accelerate's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)

@@ -1,7 +1,7 @@
 """Decisions of callbacks: all ranks follow the decisions of any rank.
 
 In:   the control of a trainer, after the events at which the stock loop reads the control.
-Out:  equal flags on every rank; with `enable_jit_checkpoint`, SIGTERM to any rank causes a single checkpoint of all.
+Out:  equal flags on every rank; with `enable_jit_checkpoint`, a signal to any rank causes a single checkpoint of all.
       Ctrl-C ends a run with a sentence on the last checkpoint.
 Must hold: flags set at another moment, such as by a signal handler, wait for the next of these events. The sentence
 writes nothing and does not keep the trainer alive.
@@ -39,15 +39,15 @@ class CallbackDecisions:
         self._late: set[str] = set()  # flags of this rank, not yet shared
         self._asked: set[str] = set()  # rare events that a callback of any rank overrides
         saving = [each for each in self._handler.callbacks if isinstance(each, JITCheckpointCallback)]
-        self._on_signal = [each.jit_manager for each in saving if each.jit_manager is not None]
         for callback in saving:
             for event in _ALONE:
                 setattr(callback, event, _nothing)
 
     def _call(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Calls the callbacks and shares their decisions. Collective at the events of the stock loop's decisions."""
-        with model_for_trackers(self._trainer, event):
-            control = self._stock(event, args, state, control, **kwargs)
+        if event != "on_save" or not self._trainer.is_saving:  # else the event follows when the folder is complete
+            with model_for_trackers(self._trainer, event):
+                control = self._stock(event, args, state, control, **kwargs)
         is_log_of_step = event == "on_log" and self._trainer.is_in_train and "loss" in kwargs["logs"]
         if event in _EVENTS or is_log_of_step or event in self._asked:
             self._share(event, control)
@@ -55,22 +55,27 @@ class CallbackDecisions:
             self._late |= {name for name in _STOPS if getattr(control, name)} - self._agreed
             for name in _STOPS:
                 setattr(control, name, name in self._agreed)
+        if event == "on_substep_end" and self._trainer.is_preempted:
+            self._trainer.restore_before_window()
+            control.should_training_stop = True
         return control
 
     def _share(self, event: str, control: Any) -> None:
         asks = [any(_acts(callback, rare) for callback in self._handler.callbacks) for rare in _RARE]
-        has_signal = [manager.is_checkpoint_requested for manager in self._on_signal]
-        mine = [*(getattr(control, name) or name in self._late for name in FLAGS), *asks, any(has_signal)]
-        *shared, ends = agree_on_action(f"training goes on after {event}", mine)
+        has_signal, is_writing = self._trainer.is_asked_to_end, self._trainer.is_writing
+        mine = [*(getattr(control, name) or name in self._late for name in FLAGS), *asks, has_signal, is_writing]
+        *shared, ends, writes = agree_on_action(f"training goes on after {event}", mine)
         flags, asked = shared[: len(FLAGS)], shared[len(FLAGS) :]
         self._asked = {rare for rare, is_asked in zip(_RARE, asked, strict=True) if is_asked}
         if ends and event == "on_step_end":  # no time is left for an evaluation
             flags = [flags[0], False, True, flags[3], True]
-            for manager in self._on_signal:
-                manager.is_checkpoint_requested = False
+        elif self._trainer.is_preempted and event == "on_epoch_end":  # of the window that has ended inside
+            flags = [flags[0], False, self._trainer.lacks_checkpoint(), flags[3], True]
         self._agreed, self._late = {name for name, flag in zip(FLAGS, flags, strict=True) if flag}, set()
         for name in FLAGS:
             setattr(control, name, name in self._agreed)
+        if not writes:
+            self._trainer.end_save()
 
 
 def _acts(callback: Any, event: str) -> bool:

@@ -23,12 +23,13 @@ from transformers import Trainer
 from hf_helix.engine.cut.microbatches import LossScale
 from hf_helix.integrations.trainer.checks import check_overrides
 from hf_helix.integrations.trainer.evaluation import check_outputs
-from hf_helix.integrations.trainer.stock import TrainerAttributes
+from hf_helix.integrations.trainer.preemption import PreemptionHooks
 from hf_helix.integrations.trainer.trackers import check_trackers
 from hf_helix.integrations.upstream import overrides
 from hf_helix.models.stock.batch_inputs import count_targets
 from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_number, check_windows, shared_number
 from hf_helix.runtime.distributed.mesh import rank
+from hf_helix.runtime.executor import WindowEnded
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.notices import say
 from hf_helix.tuning.cache import export
@@ -85,7 +86,7 @@ def _has_stock_step(kind: type) -> bool:
     return getattr(kind, "training_step", None) is WindowHooks.training_step
 
 
-class WindowHooks(TrainerAttributes):
+class WindowHooks(PreemptionHooks):
     """The part of `HelixTrainerMixin` that trains."""
 
     _window: FetchedWindow | None = None
@@ -130,6 +131,7 @@ class WindowHooks(TrainerAttributes):
             The micro-batches, and the number of their tokens with a label, as the stock method.
         """
         mesh = self.helix.mesh
+        self._note_before_window()
         if mesh.ranks_per_batch > 1:  # the workers of their loaders draw alike
             with watched():
                 agree_on_action("a batch is fetched", mesh=mesh)
@@ -193,7 +195,11 @@ class WindowHooks(TrainerAttributes):
             if not _has_stock_step(type(self)):
                 agree_on_action("a window is trained")  # a user's override may have started with work on a single rank
             scale = self.loss_scale(num_items_in_batch, self._num_parts)
-            window.losses = self._run_window(window, scale, trains_as_fetched(type(self)))
+            try:
+                window.losses = self._run_window(window, scale, trains_as_fetched(type(self)))
+            except WindowEnded:
+                self._window = None
+                return self._end_inside()
         loss = window.losses[window.num_returned]
         window.num_returned += 1
         if window.num_returned == len(window.batches):
@@ -205,6 +211,10 @@ class WindowHooks(TrainerAttributes):
         window, and one outside of `train()`, completes the gradients."""
         called_decoder, window, step = self.helix.called_decoder, self._window, self.state.global_step
         assert called_decoder is not None
+        if window is not None and not self._begins(window):
+            self._window = None
+            self.helix.drop_window()
+            return self._end_inside()
         if window is None or not _has_stock_step(type(self)) or self.helix.mesh.ranks_per_batch > 1:
             # A callback of one rank may have drawn numbers since the fetch.
             with watched():
@@ -219,6 +229,12 @@ class WindowHooks(TrainerAttributes):
             self.helix.finish_window()
         return loss
 
+    def _begins(self, window: FetchedWindow) -> bool:
+        """Returns whether the next micro-batch may begin; the last one always, since the stock loop steps after it."""
+        number = window.num_returned
+        may_begin = self._may_begin(len(window.batches))
+        return may_begin is None or number == len(window.batches) - 1 or may_begin(number)
+
     def _run_window(self, window: FetchedWindow, scale: LossScale, is_compared: bool) -> Tensor:
         """Runs a window and returns the loss of every micro-batch. Collective.
 
@@ -231,7 +247,8 @@ class WindowHooks(TrainerAttributes):
             self.optimizer.train()  # schedule-free optimizers have a mode
         ready = window.prepared(self._prepare_inputs)
         step = self.state.global_step
-        losses = torch.stack(self.helix.train_window(ready, scale, step, is_compared))
+        may_begin = self._may_begin(len(ready))
+        losses = torch.stack(self.helix.train_window(ready, scale, step, is_compared, may_begin))
         losses = self._stock.take_losses(self, ready, losses)
         # Without any label, the loss of every micro-batch is 0 / 0 as in the stock Trainer, and the gradient is zero.
         noted = losses if scale.tokens is None else losses.where(scale.tokens.isfinite(), 0.0)

@@ -188,9 +188,12 @@ def agree_on_success(error: Exception | None) -> None:
         raise error
     failed = next((rank for rank, text in enumerate(errors) if text), None)
     if failed is not None:
-        raise mark_remote_error(
-            ValueError(f"on rank {failed}: {errors[failed]}"), f"rank {failed} failed: {errors[failed]}"
-        )
+        raise remote_error(failed, errors[failed])
+
+
+def remote_error(rank: int, text: str) -> Exception:
+    """Returns the error with which this rank follows another one that has failed."""
+    return mark_remote_error(ValueError(f"on rank {rank}: {text}"), f"rank {rank} failed: {text}")
 
 
 def on_all_ranks(step: Callable[[], T]) -> T:
@@ -232,6 +235,27 @@ def decide_on_rank_0(decide: Callable[[], T]) -> T:
     if decision[1] is not None:
         raise error or decision[1]
     return decision[0]
+
+
+def exchange_on_rank_0(mine: T, exchange: Callable[[list[T]], list[T]]) -> T:
+    """Returns this rank's object of those that rank 0 makes of the objects of all ranks. Collective.
+
+    Raises:
+        Exception: see `decide_on_rank_0`.
+    """
+    if world_size() == 1:
+        return exchange([mine])[0]
+    is_first, received = dist.get_rank() == 0, [mine]
+    objects = [mine] * world_size() if is_first else None
+    dist.gather_object(mine, objects, dst=0, group=control_group())
+
+    def decide() -> None:
+        nonlocal objects
+        objects = exchange(objects or [])
+
+    decide_on_rank_0(decide)
+    dist.scatter_object_list(received, objects, src=0, group=control_group())
+    return received[0]
 
 
 def agree_on_window(batches: Sequence[Mapping[str, Any]], group: dist.ProcessGroup | None) -> None:

@@ -3,5 +3,7 @@
 heartbeat      liveness of the ranks
 bounded_store  requests that end, also without the host of the store
 values         checks of ids, labels, positions, losses and gradients
+exchange       objects of all ranks through the store, for a thread
+preemption     the end of a window between micro-batches, after a request to any rank
 restarts       rendezvous after a restart by torchrun
 """

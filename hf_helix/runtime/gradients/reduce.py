@@ -188,6 +188,7 @@ class GradientReducer:
         mesh, streams: of this rank.
         numbers: from a reduction of the layout to its bucket, as an index into `buckets`.
         often: the buckets of flat parameters that every micro-batch reduces.
+        note: called for every parameter whose gradient is about to be reduced.
 
     Attributes:
         last: the last micro-batch of the window; None while it is not known, and others follow.
@@ -201,7 +202,9 @@ class GradientReducer:
         numbers: Mapping[int, int] | None = None,
         often: Iterable[int] = (),
         last: int | None = 0,
+        note: Callable[[nn.Parameter], object] | None = None,
     ) -> None:
+        self._note = note
         self._numbers = numbers or {}
         self.last = last
         self._mesh = mesh
@@ -253,6 +256,7 @@ class GradientReducer:
     def _reduce_bucket(self, number: int) -> None:
         bucket = self._pending.pop(number)
         if bucket.flat is None:
+            self._note_all(bucket.placements)
             self._reduce(bucket.placements)
         else:
             self._reduce_to_shards(number, bucket.flat, is_last=True)
@@ -265,6 +269,13 @@ class GradientReducer:
                 self._reduce_bucket(number)
             for number in list(self._down):
                 self._copy_bucket(number)
+            for event in self._events:
+                self._streams.wait(event)
+        self._events = []
+
+    def abandon(self) -> None:
+        """Waits for the reductions of a window that ends early, whose gradients nobody reads."""
+        with self._streams.window():
             for event in self._events:
                 self._streams.wait(event)
         self._events = []
@@ -289,6 +300,7 @@ class GradientReducer:
         """Reduces the gradients that have added up since the last reduction, and with the last completes the sums."""
         gradients, tp = self._flats[number], self._mesh.tp
         self._limit_copies(always=number in self._often)
+        self._note_all(flat.placements)
         works, summed = list[TransferFn](), list[Event]()
         taken = gradients.take()
         if taken is not None:
@@ -310,6 +322,11 @@ class GradientReducer:
         if complete is not None and flat.host is not None:
             self._down[number] = complete, event
         self._events.append(event)
+
+    def _note_all(self, parameters: Iterable[nn.Parameter]) -> None:
+        if self._note is not None:
+            for parameter in parameters:
+                self._note(parameter)
 
     def _averaged(
         self, placements: Mapping[nn.Parameter, Placement], axis: str

@@ -609,7 +609,7 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_hosts_that_do_not_share_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make(str(tmp_path), {"plan": "greedy"})
-    monkeypatch.setattr("hf_helix.integrations.trainer.checkpoints._probe", lambda *_: tmp_path / "on another host")
+    monkeypatch.setattr("hf_helix.integrations.trainer.saving._probe", lambda *_: tmp_path / "on another host")
     words = "not the folder that rank 0 has written to: give a folder that all hosts share; or save_only_model=True"
     with pytest.raises(ValueError, match=f"{words}.* or save_strategy='no'.*load_best_model_at_end=False"):
         trainer.train()

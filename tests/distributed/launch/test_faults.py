@@ -59,6 +59,7 @@ def run_out_of_room(folder: str) -> None:
     class Arm(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 4:
+                trainer.end_save()  # the one before is complete
                 stack.enter_context(mock.patch("hf_helix.checkpoint.files._sync", fail))
 
     trainer.add_callback(Arm())

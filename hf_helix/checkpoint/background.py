@@ -1,0 +1,228 @@
+"""Writing in the background: what a save still has to write once training may go on.
+
+In:   copies of this rank's tensors on the host; functions that write files, and the one that publishes them.
+Out:  the same files, written by a thread; the same error on every rank if any could not write.
+Must hold: the thread uses no process group and no device, so it meets no communication of training; it takes what
+computation leaves of the cores. Files are published when all ranks have written. Only what this rank writes is copied,
+and each copy is freed once written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import sys
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_helix.runtime.distributed.agreement import all_gather_object, decide_on_rank_0, on_all_ranks, remote_error
+from hf_helix.runtime.distributed.mesh import rank, world_size
+from hf_helix.runtime.failures.exchange import Exchange
+
+LARGEST_SHARE = 0.8
+"""The largest part of the host's free memory that copies may take. The rest is for dirty pages of the files, and for
+what training allocates meanwhile."""
+
+_LEAST = 1 << 20  # bytes of a copy with memory of its own
+
+_NICE = 10
+"""The priority of the thread that writes. On Linux it gets a tenth of a core that computation keeps busy, and all of a
+core that waits for communication."""
+
+
+class Writes(NamedTuple):
+    """The rest of a save, without communication.
+
+    Attributes:
+        write: writes this rank's files to the disk; returns what rank 0 has to know of them.
+        finish: completes the files on rank 0, from the results of all ranks.
+    """
+
+    write: Callable[[], Any]
+    finish: Callable[[Sequence[Any]], object]
+
+
+def write_now(writes: Writes) -> None:
+    """Writes and completes files. Collective. Raises on every rank if any could not write, see `on_all_ranks`."""
+    results = all_gather_object(on_all_ranks(writes.write))
+    decide_on_rank_0(lambda: writes.finish(results))
+
+
+class BackgroundSave:
+    """Files that a thread writes and publishes.
+
+    Args:
+        writes: the parts of the save.
+        publish: publishes the files, on rank 0.
+        abandon: removes unfinished files after an error, on rank 0.
+        exchange: of all ranks.
+        yields: whether the thread takes only what others leave of the cores.
+    """
+
+    def __init__(
+        self,
+        writes: Sequence[Writes],
+        publish: Callable[[], object],
+        abandon: Callable[[], object],
+        exchange: Exchange,
+        yields: bool,
+    ) -> None:
+        self._writes, self._publish, self._abandon = writes, publish, abandon
+        self._exchange, self._yields = exchange, yields
+        self._error: Exception | None = None
+        self._has_written = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hf_helix-save", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the files are not yet published."""
+        return self._thread.is_alive()
+
+    def wait_for_mine(self) -> None:
+        """Waits until this rank has written its files, or failed to."""
+        self._hurry()
+        self._has_written.wait()
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Waits until the files are published, or for some seconds."""
+        self._hurry()
+        self._thread.join(seconds)
+
+    def _hurry(self) -> None:
+        """Gives the thread the priority of others again, if the system allows this process to."""
+        if self._thread.is_alive() and self._thread.native_id is not None:
+            _set_priority(self._thread.native_id, 0)
+
+    def check(self) -> None:
+        """Raises the error of the save, on every rank: this rank's own, or a ValueError with the rank."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        if self._yields:
+            _yield_cores()
+        try:
+            results: list[Any] = []
+            mine = _attempt(lambda: results.extend(each.write() for each in self._writes))
+            self._has_written.set()
+            of_ranks = self._exchange.gather((results, _text(mine)))
+            failed = next(((other, text) for other, (_, text) in enumerate(of_ranks) if text), None)
+            if rank() == 0 and failed is None:
+                mine = _attempt(lambda: self._complete([results for results, _ in of_ranks]))
+                failed = (0, _text(mine)) if mine is not None else None
+            if rank() == 0 and failed is not None:
+                _attempt(self._abandon)
+            failed = self._exchange.answer(failed)
+            self._error = mine or (remote_error(*failed) if failed is not None else None)
+        except Exception as error:  # of the store
+            self._error = error
+        finally:
+            self._has_written.set()
+            self._writes = ()
+
+    def _complete(self, results: Sequence[Sequence[Any]]) -> None:
+        for each, of_ranks in zip(self._writes, zip(*results, strict=True), strict=True):
+            each.finish(of_ranks)
+        self._publish()
+
+
+def _attempt(step: Callable[[], object]) -> Exception | None:
+    try:
+        step()
+    except Exception as error:
+        return error
+    return None
+
+
+def _text(error: Exception | None) -> str:
+    return f"{type(error).__name__}: {error}" if error is not None else ""
+
+
+def _yield_cores() -> None:
+    """Gives this thread a low priority."""
+    _set_priority(threading.get_native_id(), _NICE)
+
+
+def _set_priority(thread: int, number: int) -> None:
+    """Sets the priority of a thread, on systems in which threads have their own."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, number)
+
+
+# -- copies ----------------------------------------------------------------------------------------------------------
+
+
+class Copies:
+    """Memory on the host for the copies of a save, taken again by the next save.
+
+    A copy that is written leaves its memory mapped, and the system takes it back when it needs it (MADV_FREE). Memory
+    that the system must find first takes longer to fill than memory of the save before.
+    """
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)  # by bytes, of the save before
+        self._returned: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
+
+    def begin(self) -> None:
+        """Begins a save, after the end of the one before."""
+        self._free, self._returned = self._returned, defaultdict(list)
+
+    def of(self, value: Tensor) -> Tensor:
+        """Returns a contiguous copy of a tensor."""
+        if value.nbytes < _LEAST:
+            return torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
+        memory = self._memory(value.nbytes)
+        elements = np.frombuffer(memory, dtype=np.uint8)
+        weakref.finalize(elements, _take_back, memory, self._returned[value.nbytes])
+        made = torch.from_numpy(elements).view(value.dtype).view(value.shape)
+        return made.copy_(value.detach())
+
+    def _memory(self, count: int) -> mmap.mmap:
+        if self._free[count]:
+            return self._free[count].pop()
+        made = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _advise(made, "MADV_HUGEPAGE")
+        return made
+
+
+def _take_back(memory: mmap.mmap, returned: list[mmap.mmap]) -> None:
+    _advise(memory, "MADV_FREE")
+    returned.append(memory)
+
+
+def _advise(memory: mmap.mmap, advice: str) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # of a system that does not know it
+        memory.madvise(getattr(mmap, advice))
+
+
+def has_room(count: int) -> bool:
+    """Returns whether the host has room for `count` bytes of every rank on it; True on a system that does not say."""
+    free = _free_memory()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+    return free is None or count * ranks <= LARGEST_SHARE * free
+
+
+def _free_memory() -> int | None:
+    """Returns the bytes of memory that the host, or the container, can still give; None if it does not say."""
+    free: int | None = None
+    with contextlib.suppress(OSError):
+        rows = dict(row.split(":", 1) for row in Path("/proc/meminfo").read_text().splitlines())
+        free = int(rows["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # "max" for no limit
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        counts = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
+        left = limit - used + int(counts["inactive_file"])
+        free = left if free is None else min(free, left)
+    return free
