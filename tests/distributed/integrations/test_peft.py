@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from peft import (
     VeraConfig,
     get_peft_model,
 )
+from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file
 from support import jobs, pipeline_jobs
 from support.comparisons import assert_same_bits, compare_adapters, compare_runs
@@ -84,6 +86,14 @@ def train_the_idle_one(folder: str, helix: dict[str, Any], model: dict[str, Any]
     return [*losses, trainer.evaluate()["eval_loss"]]
 
 
+def train_by_lora_plus(folder: str, helix: dict[str, Any] | None, model: dict[str, Any], **options: Any) -> Any:
+    """As `jobs.train`, with a rate for `lora_B` four times as high."""
+    made = tiny(**model)
+    optimizer = create_loraplus_optimizer(made, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=4)
+    with mock.patch("support.jobs.tiny", return_value=made):
+        return jobs.train(folder, helix, optimizers=(optimizer, None), **options)
+
+
 # -- the tests --------------------------------------------------------------------------------------------------------
 
 GREEDY = {"plan": "greedy"}
@@ -136,7 +146,7 @@ CASES = [
     slow("tied", "pp2"),
     slow("some layers", "pp2"),
     slow("every linear", "dp2"),
-    ("experts", "dp2+ep2"),
+    slow("experts", "dp2+ep2"),
     slow("experts", "tp2"),
     slow("experts", "tp2+pp2"),
     slow("experts", "cp2"),
@@ -235,6 +245,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "gpt2": {"target_modules": OF_GPT2, "fan_in_fan_out": True},
     "mixtral": {"target_modules": ["q_proj", "w1", "w2", "w3"]},
     "qwen3_moe": {},
+    "llama, pissa": {"target_modules": ["q_proj", "down_proj"], "init_lora_weights": "pissa", "use_rslora": True},
     "llama, kept": {"modules_to_save": ["lm_head", "norm"], "target_modules": ["q_proj", "up_proj"], "idle": "other"},
     f"{HOME}phi3": {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]},
     f"{HOME}deepseek_v3": {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},
@@ -256,6 +267,7 @@ TP, PP = {"tp_size": 2}, {"pp_size": 2}
         slow("mixtral", {"shard_parameters": True}),
         slow("qwen3_moe", {**TP, "shard_parameters": True}),
         slow("qwen3_moe", {**PP, "ep_size": 2, "shard_optimizer": True}),
+        slow("llama, pissa", TP),
         slow("llama", {**TP, **PP}),
         slow("gpt2", {**TP, **PP}),
         slow("llama", {"cp_size": 2}),
@@ -286,6 +298,17 @@ def test_training_equals_the_stock_trainer(
     assert not torch.equal(logits, logits_of(tiny(**model).eval()))
     torch.testing.assert_close(logits, logits_of(PeftModel.from_pretrained(tiny(**model), theirs).eval()))
     torch.testing.assert_close(logits_of(loaded.merge_and_unload()), logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("helix", [TP, {"ep_size": 2, "shard_optimizer": True}], ids=str)
+def test_lora_plus(helix: dict[str, Any], cluster_of: Any, stock: Any, tmp_path: Path) -> None:
+    """PEFT's optimizer with groups of parameters, made before the model is cut."""
+    job = {"model": {"family": "mixtral", "num_hidden_layers": 3, "lora": {}}, "training": {"max_steps": 4}}
+    expected, theirs = stock(train_by_lora_plus, 1 if helix is TP else 2, **job)
+    for result in cluster_of(2).run(train_by_lora_plus, folder=str(tmp_path), helix={**helix, **GREEDY}, **job):
+        compare_runs(result, expected, steps=4)
+    compare_adapters(tmp_path, Path(theirs))
 
 
 def logits_of(model: Any) -> torch.Tensor:
