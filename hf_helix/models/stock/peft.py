@@ -293,8 +293,8 @@ def _problems_of_layers(model: Any, peft: Any) -> Iterator[str]:
 def _problems_of_layer(name: str, layer: Any, lora: Any) -> Iterator[str]:
     known = {lora.Linear: (nn.Linear, Conv1D), lora.Embedding: (nn.Embedding,)}
     base = layer.get_base_layer()
-    if isinstance(layer, lora.layer.ParamWrapper):
-        known[lora.layer.ParamWrapper] = () if isinstance(base, (Conv1D, nn.Embedding)) else (type(base),)
+    if is_parameter_wrapper(layer):
+        known[type(layer)] = (type(base),)
     # PEFT scales the adapter's rows as a scaled embedding (Gemma's) scales the rows of its table.
     is_scaled = type(layer) is lora.Embedding and isinstance(base, nn.Embedding) and hasattr(base, "embed_scale")
     is_packed = is_four_bit(base) and type(layer) is lora.Linear4bit
@@ -303,6 +303,11 @@ def _problems_of_layer(name: str, layer: Any, lora: Any) -> Iterator[str]:
         yield (
             f"{name} is a {kinds}: only adapters of plain linears and embeddings can be cut; load the model without "
             "quantization_config, or leave the layer out of target_modules"
+        )
+    elif is_parameter_wrapper(layer) and isinstance(base, (Conv1D, nn.Embedding)):
+        yield (
+            f"{name} has adapters of its parameter {layer.parameter_name!r} (target_parameters) and is a "
+            f"{type(base).__name__}: name it in target_modules instead"
         )
     elif layer.lora_variant:
         variants = ", ".join(type(variant).__name__ for variant in layer.lora_variant.values())

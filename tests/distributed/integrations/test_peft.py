@@ -99,6 +99,7 @@ def train_by_lora_plus(folder: str, helix: dict[str, Any] | None, model: dict[st
 GREEDY = {"plan": "greedy"}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EVERYWHERE = [*ATTENTION, "gate_proj", "up_proj", "down_proj", "lm_head"]
+DOWN = "down_proj.weight"
 FUSED = ["experts.gate_up_proj", "experts.down_proj"]
 ROUTED = {"target_modules": ["gate_proj", "up_proj", "down_proj"], "modules_to_save": ["gate"]}
 OF_GPT2 = ["c_attn", "c_proj", "c_fc"]
@@ -109,6 +110,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "lora": {"target_modules": ["q_proj", "v_proj", "down_proj"], "rank_pattern": {"v_proj": 5}},
         "attention_bias": True,
     },
+    "linears by their weights": {"lora": {"target_modules": ["q_proj"], "target_parameters": ["k_proj.weight", DOWN]}},
     "some layers": {"lora": {"layers_to_transform": [1], "target_modules": ATTENTION}},
     "kept": {"family": "qwen3", "lora": {"modules_to_save": ["embed_tokens", "lm_head", "norm", "q_norm"]}},
     "gpt2, biases": {
@@ -144,6 +146,7 @@ CASES = [
     slow("gpt2, biases", "tp2+pp2"),
     slow("kept", "tp2+pp2"),
     slow("tied", "pp2"),
+    slow("linears by their weights", "tp2"),
     slow("some layers", "pp2"),
     slow("every linear", "dp2"),
     slow("experts", "dp2+ep2"),
@@ -440,6 +443,8 @@ def test_models_that_are_not_as_peft_makes_them(tmp_path: Path) -> None:
     for layer in model.model.layers:
         layer.self_attn.q_proj.__class__ = Linear4bit
     refused(adapted(model), tmp_path, "self_attn.q_proj is a peft.", "Linear4bit", "without quantization_config")
+    transposed = adapted(tiny("gpt2"), target_modules=["lm_head"], target_parameters=["c_fc.weight"])
+    refused(transposed, tmp_path, "mlp.c_fc has adapters of its parameter 'weight'", "Conv1D", "in target_modules")
 
 
 def test_adapters_that_are_not_trained(tmp_path: Path) -> None:
