@@ -211,6 +211,7 @@ EXPERT_LAYOUTS += " tp2+pp2+dp2+ep2 pp2+cp2+dp2+ep2"
 for family in MIXTURES:
     add(family, {"family": family}, "dp2+ep2 tp2")
     add(f"{family} balanced", {"family": family, **BALANCED}, EXPERT_LAYOUTS)
+add("mixtral adapters", {"family": "mixtral", **BALANCED, "lora": {}}, EXPERT_LAYOUTS)
 
 # -- recompute: the bits of a run without it on one axis, see test_recompute_bits.py -------------------------------
 
@@ -218,6 +219,7 @@ for mode in ("selective", "full"):
     add(f"gpt2 {mode}", GPT2, "tp2+pp2:right", recompute=mode)
     add(f"llama all-gather {mode}", {}, "pp2+cp2:right", recompute=mode, cp_method="all_gather")
     add(f"phimoe {mode}", {"family": "phimoe", "output_router_logits": True}, "cp2+dp2+ep2:right", recompute=mode)
+    add(f"mixtral adapters {mode}", {"family": "mixtral", **BALANCED, "lora": {}}, "dp2+ep2:right", recompute=mode)
     add(f"mistral {mode}", {"family": "mistral"}, "cp4:right", recompute=mode)
 
 

@@ -33,12 +33,14 @@ LAYOUTS = [
     slow("derived gemma3", "tp2", {}),
     slow("derived olmo2", "pp2", {}),  # the error of three losses is a matter of luck; pp2 rounds as the stock model
     slow("phimoe", "dp2+ep2", {"expert_capacity_factor": 4.0}),
+    slow("mixtral adapters", "dp2+ep2", {}),
 ]
 MODELS: dict[str, dict[str, Any]] = {
     family: {"family": family.replace("derived ", HOME), "num_hidden_layers": 4}
     for family in ("llama", "gpt2", "gpt_neox", "phimoe", "mixtral", "derived gemma3", "derived olmo2")
 }
 MODELS["mixtral"]["num_experts_per_tok"] = 4  # all experts: an undecided router has nothing to choose otherwise
+MODELS["mixtral adapters"] = {**MODELS["mixtral"], "lora": {}}
 
 
 def distance(result: Any, exact: Any) -> float:
@@ -74,7 +76,8 @@ def unsplit(family: str, dtype: str, count: int, autocast: bool = False, exact: 
             loss = made(**batch, num_items_in_batch=items_in(batches), use_cache=False).loss
         loss.backward()
         losses.append(loss.item())
-    gradients = {name: parameter.grad.double().numpy().copy() for name, parameter in made.named_parameters()}
+    trained = {name: parameter.grad for name, parameter in made.named_parameters() if parameter.requires_grad}
+    gradients = {name: gradient.double().numpy().copy() for name, gradient in trained.items()}
     return {"losses": losses, "gradients": gradients}
 
 

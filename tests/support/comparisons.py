@@ -51,7 +51,8 @@ def compare_adapters(ours: Path, theirs: Path, factor: float = 1.0) -> None:
         if file.name == "adapter_config.json":
             mine, stocks = (json.loads((folder / file).read_text()) for folder in (ours, theirs))
             for config in (mine, stocks):
-                config["target_modules"] = sorted(config["target_modules"])  # a set
+                for name in ("target_modules", "target_parameters"):
+                    config[name] = sorted(config[name] or ())  # a set
             assert mine == stocks
         if file.suffix == ".safetensors":
             mine, stocks = (load_file(folder / file) for folder in (ours, theirs))

@@ -106,6 +106,8 @@ lfm2 = functools.partial(small, "Lfm2ForCausalLM")  # short convolutions
 lfm2_moe = functools.partial(small, "Lfm2MoeForCausalLM")
 lfm3 = functools.partial(small, "Lfm3ForCausalLM")
 
+glm4_moe = functools.partial(small, "Glm4MoeForCausalLM")
+olmoe = functools.partial(small, "OlmoeForCausalLM")
 bitnet = functools.partial(small, "BitNetForCausalLM")  # a norm between attention and the linear behind
 modernbert = functools.partial(small, "ModernBertDecoderForCausalLM")  # a norm of embeddings
 

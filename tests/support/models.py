@@ -71,11 +71,12 @@ def tiny(family: str = "llama", dtype: str = "float32", lora: dict[str, Any] | N
 
 def adapted(model: PreTrainedModel, idle: str = "", **options: Any) -> Any:
     """Inside a `PeftModel`, with adapters that are far from zero. `idle`: the name of a second one, switched off."""
-    config = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
+    config = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    config |= {"init_lora_weights": False, **options}
     torch.manual_seed(5)
-    result = get_peft_model(model, LoraConfig(init_lora_weights=False, **config))
+    result = get_peft_model(model, LoraConfig(**config))
     if idle:
-        result.add_adapter(idle, LoraConfig(init_lora_weights=False, **{**config, "r": 2}))
+        result.add_adapter(idle, LoraConfig(**{**config, "r": 2}))
     return result
 
 

@@ -10,7 +10,7 @@ computation, patched code included, is refused. The module is never touched.
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import GEMM, TRANSFER, ParallelContext
 from hf_helix.models.stock.batch_inputs import SequenceCut
+from hf_helix.models.stock.peft import adapters_of_parameters, unwrapped
 from hf_helix.operators.base import TensorOperator
 from hf_helix.operators.experts.grouped_linear import GroupedLinear
 from hf_helix.operators.experts.moe import (
@@ -239,7 +240,7 @@ def declare_experts(
         h: this rank's tokens [n, batch, hidden].
         weights: the weights of every token's choices [n * batch, k].
         chosen: the experts [n * batch, k], each below the number of experts.
-        module: fused experts, see `experts_form`.
+        module: fused experts, see `experts_form`, perhaps with PEFT's adapters of their weights.
         meter: counts the router's choices; None for no counts.
         name: the beginning of the operators' names.
 
@@ -249,6 +250,7 @@ def declare_experts(
     Raises:
         ValueError: the module's computation differs from fused experts.
     """
+    adapted, module = adapters_of_parameters(module), unwrapped(module).module
     form, axis, factor, row_counts = experts_form(module), b.sharing.experts, b.sharing.capacity_factor, RowCounts()
     up, down = getattr(module, form.up), getattr(module, form.down)
 
@@ -263,10 +265,14 @@ def declare_experts(
         fields: dict[str, Any] = {"kind": axis.kind, "saved_for_backward": counts, "host_read_sizes": counts}
         return add(key, operator, (rows, *counts), out, relative_cost=TRANSFER, **fields)[0]
 
-    def linear(key: str, weight: nn.Parameter, bias: nn.Parameter | None, rows: str) -> str:
-        """Adds the linears of all experts of this rank."""
-        b.record_cut([weight, bias], CUT_EXPERTS)
-        operator = GroupedLinear(weight, row_counts, bias, form.is_transposed)
+    def linear(key: str, weight: str, bias: str | None, rows: str) -> str:
+        """Adds the linears of all experts of this rank, by the names of their parameters."""
+        matrices, biases, adapters = getattr(module, weight), form.parameter(module, bias), adapted.get(weight)
+        b.record_cut([matrices, biases], CUT_EXPERTS)
+        for adapter in () if adapters is None else adapters.all_adapters():
+            b.record_cut([adapter.down], CUT_EXPERTS)
+            b.record_cut([adapter.up], replace(CUT_EXPERTS, dim=1, blocks=(len(matrices),) * adapter.rank))
+        operator = GroupedLinear(matrices, row_counts, biases, form.is_transposed, adapters)
         fields: dict[str, Any] = {"splits_dgrad_wgrad": True, "saved_for_backward": sizes, "relative_cost": GEMM}
         return add(key, operator, (rows, *sizes), key, **fields)[0]
 
@@ -287,11 +293,11 @@ def declare_experts(
         made = add("group", group, (rows, *counts[1:]), *writes, plain=len(writes) - 1)
         rows, sizes = made[0], made[1:]
 
-    rows = linear("up", up, form.parameter(module, form.up_bias), rows)
+    rows = linear("up", form.up, form.up_bias, rows)
     # Every rank has its own experts' rows, so gradients of parameters shared by all experts are summed.
     children = [child for key, child in module.named_children() if key != form.norm]
     rows = b.autograd(f"{name}.act", form.activation(module), rows, uses=children, on_shard=True)
-    rows = linear("down", down, form.parameter(module, form.down_bias), rows)
+    rows = linear("down", form.down, form.down_bias, rows)
     if form.norm is not None:
         rows = b.autograd(f"{name}.norm", getattr(module, form.norm), rows, on_shard=True)
 

@@ -18,6 +18,7 @@ from hf_helix.models.graph.experts import DOWN, declare_experts
 from hf_helix.models.lowering.segment_function import SegmentFunction
 from hf_helix.models.lowering.segment_plan import BatchFirstSegment, LocalPositionsSegment, Routing, SegmentPlan
 from hf_helix.models.placement.value_placement import FULL, PARTIAL, SHARD, features_of, is_canonical, name_of
+from hf_helix.models.stock.peft import unwrapped
 from hf_helix.models.trace.opaque_calls import CallKind, OpaqueCall
 from hf_helix.models.trace.trace import BATCH, SEQUENCE, TOKEN_POSITIONS, Underivable, args_of
 from hf_helix.operators.experts.moe import COUNTED, RouterMeter
@@ -110,8 +111,12 @@ class ValueNames:
             if node in self.trace.attributes
         }
         parameters = segment.parameters(self.module)
+        adapters = {name: segment.adapters(self.module, name) for name, _ in parameters}
+        if refused := [name for name in cut if adapters.get(name)]:
+            raise Underivable(f"tp_size cuts {refused[0]}, which has adapters of its own (target_parameters)")
+        whole = [p for name, parameter in parameters if name not in cut for p in (parameter, *adapters[name])]
         return {
-            "uses": [*segment.read(self.module), *(parameter for name, parameter in parameters if name not in cut)],
+            "uses": [*segment.read(self.module), *whole],
             "cut": [(parameter, cut[name]) for name, parameter in parameters if name in cut],
         }
 
@@ -174,7 +179,8 @@ class Experts(ValueNames):
     def _meter(self, chosen: Node) -> RouterMeter:
         """Returns a counter of the choices of experts."""
         experts = next(user for user in chosen.users if self.trace.kind_of(user) is CallKind.EXPERTS)
-        count = len(self.module.get_submodule(self.trace.path_of(experts)).get_parameter(DOWN))
+        module = unwrapped(self.module.get_submodule(self.trace.path_of(experts))).module
+        count = len(module.get_parameter(DOWN))
         self.meters[chosen] = RouterMeter(count, self.b.tp)
         self.b.meters.append(self.meters[chosen])
         return self.meters[chosen]

@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_helix.models.placement.rules import Placements
 from hf_helix.models.placement.value_placement import FREE, ValuePlacement, argument, bounds_of_slice, edges_of, name_of
+from hf_helix.models.stock.peft import AdaptedOwner, adapters_of_parameters
 from hf_helix.models.stock.stock_modules import normed, rotate
 from hf_helix.models.trace.opaque_calls import DTYPE, CallKind
 from hf_helix.models.trace.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of, reached
@@ -72,8 +73,13 @@ class SegmentFunction:
 
     def bind(self, module: nn.Module) -> Callable[..., Any]:
         """Returns the function for one layer."""
-        owners = [_owner(module, name) for name in self.attributes]
+        owners = [_adapted(module, name) or _owner(module, name) for name in self.attributes]
         return functools.partial(self.function, *owners, *self.called(module))
+
+    def adapters(self, module: nn.Module, name: str) -> list[Tensor]:
+        """Returns the weights of all adapters of a parameter that the function reads."""
+        adapted = _adapted(module, name)
+        return [] if adapted is None else [p for a in adapted.adapters.all_adapters() for p in a.parameters]
 
     def parameters(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """Returns the parameters that the function reads itself, by name."""
@@ -349,6 +355,15 @@ def _drop(module: nn.Module, value: Tensor, p: float) -> Tensor:
 
 def _is_size(node: Node) -> bool:
     return isinstance(node, Node) and isinstance(node.meta.get("val"), (torch.SymInt, int))
+
+
+def _adapted(module: nn.Module, name: str) -> AdaptedOwner | None:
+    """Returns the owner of a parameter with adapters; None for other parameters."""
+    path, _, own = name.rpartition(".")
+    while path.endswith(".base_layer"):
+        path = path.removesuffix(".base_layer")
+    adapters = adapters_of_parameters(module.get_submodule(path)).get(own)
+    return None if adapters is None else AdaptedOwner(_owner(module, name), adapters)
 
 
 def _owner(module: nn.Module, name: str) -> nn.Module:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_helix.models.stock.four_bit import four_bit_of, is_four_bit
+from hf_helix.operators.experts.grouped_low_rank import GroupedLowRank
 from hf_helix.operators.linears.four_bit import FourBit
 from hf_helix.operators.linears.low_rank import LowRank
 
@@ -25,7 +26,6 @@ LORA = "get_peft_model(model, LoraConfig(...))"
 # Refused options of LoraConfig, each with an alternative. PEFT itself marks further options as variants of LoRA.
 _REFUSED = {
     "use_dora": "its magnitudes need the norms of whole rows; use use_dora=False",
-    "target_parameters": "experts are cut as they are; use target_modules with linears, such as those of attention",
     "trainable_token_indices": "rows of a cut table are not picked out; use modules_to_save=['embed_tokens']",
     "layer_replication": "layers would share weights; leave it out",
     "ensure_weight_tying": "matrices that share memory would be cut apart; use ensure_weight_tying=False",
@@ -92,9 +92,7 @@ class Unwrapped:
 
     def adapters(self) -> list[LowRank]:
         """Returns the active adapters that are not merged into the weights."""
-        if self.lora is None or self.lora.disable_adapters or self.lora.merged:
-            return []
-        return [self._adapter(name) for name in self.lora.active_adapters if name in self.lora.scaling]
+        return [] if self.lora is None else [self._adapter(name) for name in _active(self.lora)]
 
     def all_adapters(self) -> list[LowRank]:
         """Returns all adapters: inactive adapters are also cut and saved."""
@@ -107,6 +105,83 @@ class Unwrapped:
         dropout, up = lora.lora_dropout[name], lora.lora_B[name]
         share = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
         return LowRank(lora.lora_A[name].weight, up.weight, up.bias, scaling, share)
+
+
+@dataclass(frozen=True)
+class ParameterAdapters:
+    """The adapters of a single parameter, made by PEFT's `target_parameters`.
+
+    Attributes:
+        lora: PEFT's wrapper of the module with the parameter.
+    """
+
+    lora: Any
+
+    def adapters(self) -> list[GroupedLowRank]:
+        """Returns the active adapters that are not merged into the parameter."""
+        return [self._adapter(name) for name in _active(self.lora)]
+
+    def all_adapters(self) -> list[GroupedLowRank]:
+        """Returns all adapters: inactive adapters are also cut and saved."""
+        return [self._adapter(name) for name in self.lora.scaling]
+
+    def added_to(self, parameter: Tensor) -> Tensor:
+        """Returns the parameter with the additions of its active adapters, as PEFT computes them."""
+        for name in _active(self.lora):
+            parameter = parameter + self.lora.get_delta_weight(name)
+        return parameter
+
+    def _adapter(self, name: str) -> GroupedLowRank:
+        lora = self.lora
+        return GroupedLowRank(
+            lora.lora_A[name].weight, lora.lora_B[name].weight, lora.r[name], float(lora.scaling[name])
+        )
+
+
+class AdaptedOwner:
+    """A module's parameter with the additions of its active adapters, as an attribute under the parameter's name."""
+
+    def __init__(self, owner: nn.Module, adapters: ParameterAdapters) -> None:
+        self.owner = owner
+        self.adapters = adapters
+
+    def __getattr__(self, name: str) -> Tensor:
+        parameter: Tensor = getattr(self.owner, name)
+        return self.adapters.added_to(parameter)
+
+
+def _active(lora: Any) -> list[str]:
+    """Returns the names of the active adapters of a layer of PEFT that are not merged."""
+    if lora.disable_adapters or lora.merged:
+        return []
+    return [name for name in lora.active_adapters if name in lora.scaling]
+
+
+def is_parameter_wrapper(module: Any) -> bool:
+    """Returns whether a module is PEFT's wrapper of a module with adapters of one of its parameters."""
+    return hasattr(module, "lora_A") and hasattr(module, "parameter_name")
+
+
+def adapters_of_parameters(module: Any) -> dict[str, ParameterAdapters]:
+    """Returns the adapters of the parameters of a module inside PEFT's wrappers, by the names of the parameters."""
+    adapters = {}
+    while is_parameter_wrapper(module):
+        adapters[module.parameter_name] = ParameterAdapters(module)
+        module = module.base_layer
+    return adapters
+
+
+def adapted_names(module: nn.Module) -> dict[str, str]:
+    """Returns the names of weights of adapters of parameters, each with the name of the parameter."""
+    names = {}
+    for path, wrapper in module.named_modules():
+        if is_parameter_wrapper(wrapper):
+            base, inside = f"{path}.base_layer", wrapper.base_layer
+            while is_parameter_wrapper(inside):
+                base, inside = f"{base}.base_layer", inside.base_layer
+            own = [name for name, _ in wrapper.named_parameters() if not name.startswith("base_layer.")]
+            names.update({f"{path}.{name}": f"{base}.{wrapper.parameter_name}" for name in own})
+    return names
 
 
 def is_plain_linear(module: Any) -> bool:
@@ -218,6 +293,8 @@ def _problems_of_layers(model: Any, peft: Any) -> Iterator[str]:
 def _problems_of_layer(name: str, layer: Any, lora: Any) -> Iterator[str]:
     known = {lora.Linear: (nn.Linear, Conv1D), lora.Embedding: (nn.Embedding,)}
     base = layer.get_base_layer()
+    if is_parameter_wrapper(layer):
+        known[type(layer)] = (type(base),)
     # PEFT scales the adapter's rows as a scaled embedding (Gemma's) scales the rows of its table.
     is_scaled = type(layer) is lora.Embedding and isinstance(base, nn.Embedding) and hasattr(base, "embed_scale")
     is_packed = is_four_bit(base) and type(layer) is lora.Linear4bit
@@ -226,6 +303,11 @@ def _problems_of_layer(name: str, layer: Any, lora: Any) -> Iterator[str]:
         yield (
             f"{name} is a {kinds}: only adapters of plain linears and embeddings can be cut; load the model without "
             "quantization_config, or leave the layer out of target_modules"
+        )
+    elif is_parameter_wrapper(layer) and isinstance(base, (Conv1D, nn.Embedding)):
+        yield (
+            f"{name} has adapters of its parameter {layer.parameter_name!r} (target_parameters) and is a "
+            f"{type(base).__name__}: name it in target_modules instead"
         )
     elif layer.lora_variant:
         variants = ", ".join(type(variant).__name__ for variant in layer.lora_variant.values())

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_helix.models.graph.experts import forward_arguments, is_experts
 from hf_helix.models.stock.alike import same_code
 from hf_helix.models.stock.copies import copy_module
-from hf_helix.models.stock.peft import is_plain_linear, unwrapped
+from hf_helix.models.stock.peft import is_parameter_wrapper, is_plain_linear, unwrapped
 from hf_helix.operators.attention.rope import Pair
 
 DTYPE = torch.bfloat16
@@ -183,11 +183,15 @@ class OpaqueCalls:
         """Makes the submodules of a skeleton opaque, in place; submodules for which `skip` is True stay as they are,
         with everything inside."""
 
-        def visit(path: str, module: nn.Module) -> None:
+        def visit(path: str, module: Any) -> None:
             self._paths[id(module)] = path
             if skip(module) or self._replace_one(path, module):
                 return
-            for name, child in module.named_children():
+            children = module.named_children()
+            if is_parameter_wrapper(module):  # adapters of a parameter are added where a segment reads the parameter
+                module.forward = _calling(module.base_layer)
+                children = iter([("base_layer", module.base_layer)])
+            for name, child in children:
                 visit(f"{path}.{name}" if path else name, child)
 
         visit("", skeleton)
@@ -208,9 +212,9 @@ class OpaqueCalls:
             features = int(plain.nf if isinstance(plain, Conv1D) else plain.out_features)
             number = self.add(CallKind.LINEAR, path)
             module.forward = lambda x: OPS.linear(x, number, features)
-        elif is_experts(module):
+        elif is_experts(unwrapped(module).copies[0]):
             number = self.add(CallKind.EXPERTS, path)
-            names = forward_arguments(module)
+            names = forward_arguments(unwrapped(module).copies[0])
 
             def run(*values: Any, **named: Any) -> Tensor:
                 hidden, index, weights = (*values, *(named[name] for name in names[len(values) :]))
@@ -313,6 +317,11 @@ class OpaqueCalls:
                 return self._paths[id(owner)]
             frame = frame.f_back
         return ""
+
+
+def _calling(module: nn.Module) -> Callable[..., Any]:
+    """Returns a forward that calls a module."""
+    return lambda *args, **kwargs: module(*args, **kwargs)
 
 
 def _number(data: Any, *args: Any, plain: Callable[..., Tensor] = torch.tensor, **options: Any) -> Tensor:

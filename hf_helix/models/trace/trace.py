@@ -18,7 +18,7 @@ import functools
 import io
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import nn
 from torch.export import Dim
 from torch.fx import Graph, Node
 
+from hf_helix.models.stock.peft import adapted_names
 from hf_helix.models.trace.mixers import mixers_as_operators
 from hf_helix.models.trace.opaque_calls import (
     DTYPE,
@@ -305,6 +306,7 @@ class ModuleTrace:
         batch: the symbol of the number of sequences.
         sequence: the symbol of the sequence length.
         longest: the largest length for which the code runs as traced; None for any length.
+        adapted: the names of weights of adapters of single parameters, each with the name of the parameter.
         is_tuple: whether the module returns a tuple that begins with the value that leaves.
     """
 
@@ -321,6 +323,7 @@ class ModuleTrace:
     batch: Any
     sequence: Any
     longest: int | None
+    adapted: Mapping[str, str]
     is_tuple: bool = False
 
     def call_of(self, node: Node) -> OpaqueCall:
@@ -344,6 +347,7 @@ class ModuleTrace:
         return self._is_read(name, self._differentiable)
 
     def _is_read(self, name: str, nodes: Collection[Node]) -> bool:
+        name = self.adapted.get(name, name)
         # A call of attention has the path of the calling module.
         called = [self.path_of(node) for node in nodes if self.kind_of(node) not in (None, CallKind.ATTENTION)]
         own = (self.attributes[node] for node in nodes if node in self.attributes)
@@ -472,7 +476,7 @@ def trace(
         raise
     except Exception as error:
         raise refusal_of("torch.export cannot trace it", error) from error
-    return _trace_of(program, opaque_calls, given)
+    return _trace_of(program, opaque_calls, given, adapted_names(skeleton))
 
 
 @contextlib.contextmanager
@@ -499,7 +503,9 @@ def refusal_of(what: str, error: Exception) -> Underivable:
     return Underivable(f"{what}: {reason}")
 
 
-def _trace_of(program: Any, opaque_calls: OpaqueCalls, given: Sequence[Given]) -> ModuleTrace:
+def _trace_of(
+    program: Any, opaque_calls: OpaqueCalls, given: Sequence[Given], adapted: Mapping[str, str]
+) -> ModuleTrace:
     _check_buffers(program)
     rewrite(program.graph)
     nodes = list(program.graph.nodes)
@@ -544,6 +550,7 @@ def _trace_of(program: Any, opaque_calls: OpaqueCalls, given: Sequence[Given]) -
         batch=batch,
         sequence=sequence,
         longest=_longest(program.range_constraints.get(sequence)),
+        adapted=adapted,
     )
 
 

@@ -10,15 +10,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hf_helix.operators.base import OperatorContext, SplitComputation, Tensors
+from hf_helix.operators.experts.grouped_low_rank import GroupedAdapters, GroupedLowRank
+from hf_helix.operators.experts.grouped_products import Sizes, add_products, add_rows, grouped
 from hf_helix.operators.experts.moe import RowCounts
-from hf_helix.operators.linears.accumulate import DEVICES, add_product, started_gradient
+from hf_helix.operators.linears.accumulate import DEVICES, started_gradient
 from hf_helix.operators.linears.linear import SMALL
-
-Sizes = Tensor | list[int] | None
-"""The rows of every expert: their ends, for the device; their numbers, for the host; None if all are equal."""
+from hf_helix.planning.graph.operator import Part
 
 
 class GroupedLinear(SplitComputation):
@@ -31,6 +30,7 @@ class GroupedLinear(SplitComputation):
         row_counts: the numbers of the layer's rows on the host.
         bias: [experts, features out].
         transposed: the weight is [experts, features in, features out].
+        adapters: of the weight; None for none.
     """
 
     def __init__(
@@ -39,19 +39,25 @@ class GroupedLinear(SplitComputation):
         row_counts: RowCounts | None = None,
         bias: nn.Parameter | None = None,
         transposed: bool = False,
+        adapters: GroupedAdapters | None = None,
     ) -> None:
         self.weight = weight
         self.bias = bias
         self.transposed = transposed
         self.row_counts = row_counts or RowCounts()
+        self._adapters = adapters
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+        own = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        return *own, *self._of_adapters()
 
     @property
     def cast_parameters(self) -> tuple[Tensor, ...]:
         return self.parameters
+
+    def weights_read_by(self, part: Part) -> tuple[Tensor, ...]:
+        return tuple(self._of_adapters()) if part is Part.W else self.parameters
 
     @property
     def trained(self) -> float:
@@ -60,14 +66,22 @@ class GroupedLinear(SplitComputation):
         return SMALL if any(parameter.requires_grad for parameter in self.parameters) else 0.0
 
     def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
-        rows, *sizes = inputs
+        rows, *given = inputs
         rows = ctx.precision.cast_for_matmul(rows)
+        sizes = self._sizes(ctx, rows, given)
         bias = None if self.bias is None else ctx.precision.weights.of((self.bias,), rows.dtype)
-        return (_grouped(rows, self._matrices(ctx, rows).transpose(1, 2), self._sizes(ctx, rows, sizes), bias),)
+        out = grouped(rows, self._matrices(ctx, rows).transpose(1, 2), sizes, bias)
+        for adapter in self._active():
+            adapter.add(out, rows, sizes, ctx)
+        return (out,)
 
     def input_gradient(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
-        gradient, *sizes = gradients
-        return (_grouped(gradient, self._matrices(ctx, gradient), self._sizes(ctx, gradient, sizes)),)
+        gradient, *given = gradients
+        sizes = self._sizes(ctx, gradient, given)
+        total = grouped(gradient, self._matrices(ctx, gradient), sizes)
+        for adapter in self._active():
+            adapter.add_input_gradient(total, gradient, sizes, ctx)
+        return (total,)
 
     def weight_gradient(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
         gradient, rows, *given = gradients
@@ -75,10 +89,18 @@ class GroupedLinear(SplitComputation):
         sizes = self._sizes(ctx, rows, given)
         if self.weight.requires_grad:
             left, right = (rows, gradient) if self.transposed else (gradient, rows)
-            _add_products(started_gradient(self.weight), left, right, sizes)
+            add_products(started_gradient(self.weight), left, right, sizes)
         if self.bias is not None and self.bias.requires_grad:
-            _add_rows(started_gradient(self.bias), gradient, sizes)
+            add_rows(started_gradient(self.bias), gradient, sizes)
+        for adapter in self._active():
+            adapter.add_weight_gradients(rows, gradient, sizes, ctx)
         return ()
+
+    def _active(self) -> Sequence[GroupedLowRank]:
+        return () if self._adapters is None else self._adapters.adapters()
+
+    def _of_adapters(self) -> list[Tensor]:
+        return [] if self._adapters is None else [p for a in self._adapters.all_adapters() for p in a.parameters]
 
     def _matrices(self, ctx: OperatorContext, rows: Tensor) -> Tensor:
         """Returns the weight [experts, features out, features in] in the type of the rows."""
@@ -90,55 +112,6 @@ class GroupedLinear(SplitComputation):
         if not sizes:
             return None
         return sizes[0].cumsum(0).int() if _in_one_kernel(rows) else self.row_counts.by_expert(ctx, rows, sizes[0])
-
-
-def _grouped(rows: Tensor, matrices: Tensor, sizes: Sizes, bias: Tensor | None = None) -> Tensor:
-    """Returns the rows of every expert [rows, features in] times its matrix [experts, features in, features out], plus
-    its bias [experts, features out]."""
-    if sizes is None:
-        blocks = rows.unflatten(0, (len(matrices), -1))
-        out = torch.bmm(blocks, matrices) if bias is None else torch.baddbmm(bias.unsqueeze(1), blocks, matrices)
-        return out.flatten(0, 1)
-    if isinstance(sizes, Tensor):
-        out = functional.grouped_mm(rows, matrices, offs=sizes)
-        return out if bias is None else out.add_(bias[_experts_of(rows, sizes)])
-    out = rows.new_empty(len(rows), matrices.shape[2])
-    for expert, (piece, made) in enumerate(zip(rows.split(sizes), out.split(sizes), strict=True)):
-        if bias is None:
-            torch.mm(piece, matrices[expert], out=made)
-        else:
-            torch.addmm(bias[expert], piece, matrices[expert], out=made)
-    return out
-
-
-def _add_products(total: Tensor, left: Tensor, right: Tensor, sizes: Sizes) -> None:
-    """Adds to [experts, features of the left, features of the right] the products of each expert's rows."""
-    if sizes is None:
-        left, right = (value.unflatten(0, (len(total), -1)) for value in (left, right))
-        add_product(total, left.transpose(1, 2), right)
-    elif isinstance(sizes, Tensor):
-        total += functional.grouped_mm(left.t(), right, offs=sizes)
-    else:
-        for sum_, ours, theirs in zip(total, left.split(sizes), right.split(sizes), strict=True):
-            add_product(sum_, ours.t(), theirs)
-
-
-def _add_rows(total: Tensor, rows: Tensor, sizes: Sizes) -> None:
-    """Adds to [experts, features] the sum of each expert's rows."""
-    if sizes is None:
-        total += rows.unflatten(0, (len(total), -1)).sum(1, dtype=total.dtype)
-    elif isinstance(sizes, Tensor):
-        # A product, since sums by index run in no fixed order on a GPU.
-        is_of = _experts_of(rows, sizes) == torch.arange(len(total), device=rows.device).unsqueeze(1)
-        add_product(total, is_of.to(rows.dtype), rows)
-    else:
-        for sum_, piece in zip(total, rows.split(sizes), strict=True):
-            sum_ += piece.sum(0, dtype=total.dtype)
-
-
-def _experts_of(rows: Tensor, ends: Tensor) -> Tensor:
-    """Returns the expert of every row, on the device."""
-    return torch.searchsorted(ends, torch.arange(len(rows), device=rows.device, dtype=ends.dtype), right=True)
 
 
 def _in_one_kernel(rows: Tensor) -> bool:

@@ -348,6 +348,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2 tp2 to ep4": EXPERTS,
     "ep2 ZeRO-3 to pp2 ZeRO-3": EXPERTS,
     "dp4 ZeRO-1 to tp2 ZeRO-3, adapters": {"model": {"lora": {}}},
+    "ep2 tp2 to pp2 ZeRO-3, adapters": {"model": {"family": "mixtral", "num_key_value_heads": 4, "lora": {}}},
     "pp2 dp2 to pp4, adafactor": {"training": {"optim": "adafactor"}},
 }
 

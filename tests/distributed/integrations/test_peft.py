@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,12 +19,13 @@ from peft import (
     VeraConfig,
     get_peft_model,
 )
+from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file
 from support import jobs, pipeline_jobs
 from support.comparisons import assert_same_bits, compare_adapters, compare_runs
 from support.derived_models import HOME
 from support.marks import slow
-from support.models import adapted, arguments, llama, mixtral, sequences, tiny
+from support.models import adapted, arguments, llama, sequences, tiny
 from torch import nn
 from transformers import TrainerCallback
 
@@ -84,11 +86,22 @@ def train_the_idle_one(folder: str, helix: dict[str, Any], model: dict[str, Any]
     return [*losses, trainer.evaluate()["eval_loss"]]
 
 
+def train_by_lora_plus(folder: str, helix: dict[str, Any] | None, model: dict[str, Any], **options: Any) -> Any:
+    """As `jobs.train`, with a rate for `lora_B` four times as high."""
+    made = tiny(**model)
+    optimizer = create_loraplus_optimizer(made, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=4)
+    with mock.patch("support.jobs.tiny", return_value=made):
+        return jobs.train(folder, helix, optimizers=(optimizer, None), **options)
+
+
 # -- the tests --------------------------------------------------------------------------------------------------------
 
 GREEDY = {"plan": "greedy"}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EVERYWHERE = [*ATTENTION, "gate_proj", "up_proj", "down_proj", "lm_head"]
+DOWN = "down_proj.weight"
+FUSED = ["experts.gate_up_proj", "experts.down_proj"]
+ROUTED = {"target_modules": ["gate_proj", "up_proj", "down_proj"], "modules_to_save": ["gate"]}
 OF_GPT2 = ["c_attn", "c_proj", "c_fc"]
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -97,6 +110,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "lora": {"target_modules": ["q_proj", "v_proj", "down_proj"], "rank_pattern": {"v_proj": 5}},
         "attention_bias": True,
     },
+    "linears by their weights": {"lora": {"target_modules": ["q_proj"], "target_parameters": ["k_proj.weight", DOWN]}},
     "some layers": {"lora": {"layers_to_transform": [1], "target_modules": ATTENTION}},
     "kept": {"family": "qwen3", "lora": {"modules_to_save": ["embed_tokens", "lm_head", "norm", "q_norm"]}},
     "gpt2, biases": {
@@ -107,7 +121,22 @@ MODELS: dict[str, dict[str, Any]] = {
         "family": "gpt2",
         "lora": {"target_modules": ["wte", "wpe", "c_attn"], "bias": "lora_only", "fan_in_fan_out": True},
     },
-    "experts": {"family": "mixtral", "lora": {"target_modules": ATTENTION}},
+    "experts": {"family": "mixtral", "lora": {"idle": "other"}},
+    "balanced": {"family": "qwen3_moe", "output_router_logits": True, "router_aux_loss_coef": 0.5, "lora": ROUTED},
+    "balanced, routers": {"family": "mixtral", "output_router_logits": True, "router_aux_loss_coef": 0.5, "lora": {}},
+    "phimoe": {
+        "family": "phimoe",
+        "lora": {"target_modules": ["q_proj"], "target_parameters": [*FUSED, "router.weight"]},
+    },
+    "qwen2_moe": {
+        "family": f"{HOME}qwen2_moe",
+        "lora": {"target_modules": ["up_proj"], "target_parameters": [*FUSED, "mlp.gate.weight"]},
+    },
+    "gpt_oss": {
+        "family": f"{HOME}gpt_oss",
+        "lora": {"target_modules": ["q_proj"], "target_parameters": [*FUSED, "router.weight"]},
+    },
+    **{name: {"family": f"{HOME}{name}", "lora": {}} for name in ("glm4_moe", "deepseek_v3", "olmoe")},
     "tied": {"lora": {"target_modules": ["q_proj", "lm_head"]}, "tie_word_embeddings": True},
 }
 
@@ -117,9 +146,21 @@ CASES = [
     slow("gpt2, biases", "tp2+pp2"),
     slow("kept", "tp2+pp2"),
     slow("tied", "pp2"),
+    slow("linears by their weights", "tp2"),
     slow("some layers", "pp2"),
     slow("every linear", "dp2"),
     slow("experts", "dp2+ep2"),
+    slow("experts", "tp2"),
+    slow("experts", "tp2+pp2"),
+    slow("experts", "cp2"),
+    slow("balanced", "dp2+ep2"),
+    slow("balanced, routers", "tp2"),
+    slow("phimoe", "dp2+ep2"),
+    slow("qwen2_moe", "tp2"),
+    slow("gpt_oss", "dp2+ep2"),
+    slow("glm4_moe", "tp2"),
+    slow("deepseek_v3", "dp2+ep2"),
+    slow("olmoe", "pp2"),
 ]
 
 
@@ -205,7 +246,9 @@ def test_weights_that_are_unfrozen_too_late(step: int, tmp_path: Path) -> None:
 TRAINED: dict[str, dict[str, Any]] = {
     "llama": {"target_modules": EVERYWHERE[:-1]},
     "gpt2": {"target_modules": OF_GPT2, "fan_in_fan_out": True},
-    "mixtral": {"target_modules": ATTENTION},
+    "mixtral": {"target_modules": ["q_proj", "w1", "w2", "w3"]},
+    "qwen3_moe": {},
+    "llama, pissa": {"target_modules": ["q_proj", "down_proj"], "init_lora_weights": "pissa", "use_rslora": True},
     "llama, kept": {"modules_to_save": ["lm_head", "norm"], "target_modules": ["q_proj", "up_proj"], "idle": "other"},
     f"{HOME}phi3": {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]},
     f"{HOME}deepseek_v3": {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},
@@ -223,7 +266,11 @@ TP, PP = {"tp_size": 2}, {"pp_size": 2}
         ("llama", {"shard_parameters": True}),
         ("gpt2", {"shard_optimizer": True}),
         slow("gpt2", {**TP, "shard_parameters": True}),
+        ("mixtral", {"ep_size": 2, "shard_optimizer": True}),
         slow("mixtral", {"shard_parameters": True}),
+        slow("qwen3_moe", {**TP, "shard_parameters": True}),
+        slow("qwen3_moe", {**PP, "ep_size": 2, "shard_optimizer": True}),
+        slow("llama, pissa", TP),
         slow("llama", {**TP, **PP}),
         slow("gpt2", {**TP, **PP}),
         slow("llama", {"cp_size": 2}),
@@ -244,7 +291,8 @@ def test_training_equals_the_stock_trainer(
     job = {"model": {**model, "lora": TRAINED[case]}, "training": training}
     dp = 2 if any(name.startswith("shard") for name in helix) else 1
     expected, theirs = stock(jobs.train, dp, **job)
-    for result in cluster_of(2 ** len(helix)).run("train", folder=str(tmp_path), helix={**helix, **GREEDY}, **job):
+    ranks = dp * 2 ** len(helix.keys() & {*TP, *PP, "cp_size"})
+    for result in cluster_of(ranks).run("train", folder=str(tmp_path), helix={**helix, **GREEDY}, **job):
         compare_runs(result, expected, steps=4)
         assert dp > 1 or result["flos"] == expected["flos"]
     compare_adapters(tmp_path, Path(theirs))
@@ -253,6 +301,17 @@ def test_training_equals_the_stock_trainer(
     assert not torch.equal(logits, logits_of(tiny(**model).eval()))
     torch.testing.assert_close(logits, logits_of(PeftModel.from_pretrained(tiny(**model), theirs).eval()))
     torch.testing.assert_close(logits_of(loaded.merge_and_unload()), logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("helix", [TP, {"ep_size": 2, "shard_optimizer": True}], ids=str)
+def test_lora_plus(helix: dict[str, Any], cluster_of: Any, stock: Any, tmp_path: Path) -> None:
+    """PEFT's optimizer with groups of parameters, made before the model is cut."""
+    job = {"model": {"family": "mixtral", "num_hidden_layers": 3, "lora": {}}, "training": {"max_steps": 4}}
+    expected, theirs = stock(train_by_lora_plus, 1 if helix is TP else 2, **job)
+    for result in cluster_of(2).run(train_by_lora_plus, folder=str(tmp_path), helix={**helix, **GREEDY}, **job):
+        compare_runs(result, expected, steps=4)
+    compare_adapters(tmp_path, Path(theirs))
 
 
 def logits_of(model: Any) -> torch.Tensor:
@@ -384,9 +443,8 @@ def test_models_that_are_not_as_peft_makes_them(tmp_path: Path) -> None:
     for layer in model.model.layers:
         layer.self_attn.q_proj.__class__ = Linear4bit
     refused(adapted(model), tmp_path, "self_attn.q_proj is a peft.", "Linear4bit", "without quantization_config")
-    # Adapters of experts.
-    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
-    refused(get_peft_model(mixtral(), config), tmp_path, "target_parameters=", "target_modules")
+    transposed = adapted(tiny("gpt2"), target_modules=["lm_head"], target_parameters=["c_fc.weight"])
+    refused(transposed, tmp_path, "mlp.c_fc has adapters of its parameter 'weight'", "Conv1D", "in target_modules")
 
 
 def test_adapters_that_are_not_trained(tmp_path: Path) -> None:

@@ -131,6 +131,14 @@ def test_adapters(as_stock: Any) -> None:
     compare_adapters(folder, whole)
 
 
+@pytest.mark.slow
+def test_adapters_of_experts(as_stock: Any) -> None:
+    """With the loss of routers that have adapters, too."""
+    lora = LoraConfig(r=4, target_modules="all-linear")
+    *_, folder, whole = as_stock(TP, kind="text", training={}, family="mixtral", peft_config=lora)
+    compare_adapters(folder, whole)
+
+
 def test_a_name_with_adapters_and_plain_arguments(as_stock: Any, tmp_path: Path) -> None:
     """What SFTTrainer takes: `TrainingArguments`, and `peft_config=` with the name of a model."""
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])

@@ -110,7 +110,7 @@ def follow(
     if kind in PREFERENCES and not lora:  # of equal models, the sign of a difference is that of its rounding
         options["ref_model"] = model(family, 7)
     if lora:
-        targets = ["q_proj", "v_proj", "down_proj" if family == "Llama" else "o_proj"]
+        targets = ["q_proj", "v_proj", "down_proj"] if family == "Llama" else "all-linear"
         options["peft_config"] = LoraConfig(r=4, target_modules=targets)
 
     def make(**more: Any) -> Any:
@@ -145,6 +145,7 @@ def follow(
         slow("dpo", SHARDS, {}),
         slow("dpo", PP, {"lora": True}),
         slow("dpo", TP, {"family": "Mixtral"}),
+        slow("dpo", TP, {"family": "Mixtral", "lora": True}),
         slow("dpo", TP, {"bf16": True}),
         slow("dpo", PP, {"resumes": True}),
         slow("dpo", TP, {"precompute_ref_log_probs": True}),

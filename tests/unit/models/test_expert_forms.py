@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers.models
+from peft import LoraConfig, get_peft_model
 from support.expert_modules import (
     CHOICES,
     HIDDEN,
@@ -133,6 +134,47 @@ def test_one_kernel_for_all_experts_gives_the_same(family: str, monkeypatch: pyt
     together = in_operators(module, given, precision=Precision("cpu", torch.bfloat16))
     for name, value in apart.items():
         assert (together[name] - value).norm() <= 2**-7 * value.norm(), name
+
+
+def adapted(module: nn.Module, rank: int = 3) -> Any:
+    """The module in PEFT's wrappers, with adapters that are far from zero, one idle, of which only one is trained."""
+    names = [f"experts.{name}" for name, value in module.named_parameters() if value.dim() == 3]
+    options = {"target_modules": [], "target_parameters": names, "lora_alpha": 5, "init_lora_weights": False}
+    torch.manual_seed(4)
+    model = get_peft_model(nn.ModuleDict({"experts": module}), LoraConfig(r=rank, **options))
+    model.add_adapter("idle", LoraConfig(r=2, **options))
+    return model.base_model.model.experts
+
+
+def by_peft(module: nn.Module, given: dict[str, Tensor], autocast: bool = False) -> dict[str, Tensor]:
+    """As `by_itself`, without the gradients of frozen weights."""
+    frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+    return {name: value for name, value in by_itself(module, given, autocast).items() if name not in frozen}
+
+
+@pytest.mark.parametrize("family", cases_of(["mixtral", "gpt_oss", "nemotron_h"]))
+@pytest.mark.parametrize("case", ["dropless", "capacity", "full"])
+def test_adapters_of_experts_are_peft_s(family: str, case: str) -> None:
+    """Two products of their width give what PEFT gives by the sum of the weights."""
+    module, given = adapted(module_of(family)), tokens_of(7, 3)
+    sharing = ParallelContext(capacity_factor=NUM_EXPERTS / CHOICES) if case == "capacity" else None
+    expected = by_peft(module, given)
+    assert sum("lora_" in name for name in expected) == 4
+    close(in_operators(module, given, sharing, "full" if case == "full" else "none"), expected)
+
+
+@pytest.mark.parametrize("rank", [3, 8])
+def test_adapters_of_experts_in_bf16(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As exact as PEFT under autocast, also with torch's grouped GEMM, which takes no rows of 3 elements."""
+    module = adapted(module_of("mixtral", intermediate_size=16, moe_intermediate_size=16), rank)
+    given, precision = tokens_of(40, 3), Precision("cpu", torch.bfloat16)
+    exact, stock = by_peft(module, given), by_peft(module, given, autocast=True)
+    apart = in_operators(module, given, precision=precision)
+    monkeypatch.setattr(grouped_linear, "_in_one_kernel", lambda rows: True)
+    together = in_operators(module, given, precision=precision)
+    for name, value in exact.items():
+        for result in (apart, together):
+            assert (result[name] - value).norm() <= 2 * (stock[name] - value).norm() + 2**-9 * value.norm(), name
 
 
 def test_biases_alone_are_trained() -> None:
