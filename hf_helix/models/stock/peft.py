@@ -304,7 +304,7 @@ def _problems_of_layer(name: str, layer: Any, lora: Any) -> Iterator[str]:
             f"{name} is a {kinds}: only adapters of plain linears and embeddings can be cut; load the model without "
             "quantization_config, or leave the layer out of target_modules"
         )
-    elif is_parameter_wrapper(layer) and isinstance(base, (Conv1D, nn.Embedding)):
+    elif is_parameter_wrapper(layer) and (isinstance(base, (Conv1D, nn.Embedding)) or is_four_bit(base)):
         yield (
             f"{name} has adapters of its parameter {layer.parameter_name!r} (target_parameters) and is a "
             f"{type(base).__name__}: name it in target_modules instead"

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from support.paths import ROOT
+from transformers import MixtralConfig
 
 from hf_helix.cli import main
 from hf_helix.cli.options import length, parse_count
@@ -99,6 +100,18 @@ def test_adapters_need_gradients_and_states_for_themselves_alone(small: Path, ca
     assert 0 < adapted["states"] < whole["states"] / 4
     assert 0 < adapted["gradients"] < whole["gradients"] / 4
     assert whole["weights"] <= adapted["weights"], "frozen weights are there"
+
+
+def test_adapters_of_experts_and_routers_are_counted(small: Path, capsys: Any, tmp_path: Path):
+    pytest.importorskip("peft")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "num_local_experts": 8, "vocab_size": 1000, "num_experts_per_tok": 2}
+    MixtralConfig(**sizes, architectures=["MixtralForCausalLM"]).save_pretrained(tmp_path)
+    main(words_of("simulate", small, "--microbatches", 2, "--lora_r", 16, "--model", tmp_path))
+    gradients = next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["gradients"])
+    attention, router = 16 * (2 * (256 + 256) + 2 * (256 + 128)), 16 * (256 + 8)
+    experts = 8 * (32 * (256 + 1024) + 16 * (512 + 256))  # the rank of the fused one is twice as high
+    assert float(gradients.split()[1]) == pytest.approx(2 * 4 * (attention + router + experts) / 1e6, abs=0.06)
 
 
 def test_adapters_that_cannot_be_made_are_refused_by_the_option(small: Path, capsys: Any):
