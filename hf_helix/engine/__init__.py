@@ -6,6 +6,7 @@ calls             calls of the model by a script, with arguments of each rank's 
 call_state        the state that such a call reads besides its arguments: adapters, modes, buffers
 mixed_types       parameters of several types, such as norms in fp32 in a model in bf16
 optimizer_shards  ZeRO: an optimizer that steps shards, and full weights in the model for a while
+matrix_steps      an optimizer that steps whole matrices, each on one rank
 verification      silent corruption: the gradients of a window computed twice
 advice            the findings of the doctor, for the start of a run
 synthetic         a model with random weights and tokens, for measuring without training

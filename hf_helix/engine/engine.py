@@ -41,11 +41,13 @@ from hf_helix.engine.cut.microbatches import LossScale, WindowMaker, share_lengt
 from hf_helix.engine.cut.recompute import modes_of
 from hf_helix.engine.cut.snapshot import Snapshot
 from hf_helix.engine.diagnostics import Diagnostics
+from hf_helix.engine.matrix_steps import MatrixStep
 from hf_helix.engine.mixed_types import type_between_layers
 from hf_helix.engine.optimizer_shards import (
     cut_states,
     full_weights,
     host_threads,
+    join_states,
     keep_quantization,
     step_shards,
     steps_shards,
@@ -92,7 +94,7 @@ from hf_helix.runtime.divided import (
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.failures.values import value_bounds
 from hf_helix.runtime.gradients.reduce import gradient_norm
-from hf_helix.runtime.local_parameters import local_parameters
+from hf_helix.runtime.local_parameters import LocalParameter, local_parameters
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.notices import say
 from hf_helix.runtime.runner import Runner, measured, set_aside
@@ -607,16 +609,38 @@ class Engine(Diagnostics):
             flat.reshard()
 
     @plain_parameters()
-    def step_shards(self, optimizer: Any) -> None:
+    def step_shards(self, optimizer: Any, reads_matrices: bool = False) -> None:
         """Replaces full parameters by this rank's shards in an optimizer that has not stepped. Initial states of the
-        optimizer stay (Adagrad)."""
-        rank_units = self.runner.rank_units
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # inside Accelerate's wrapper
+        optimizer stay (Adagrad). Collective.
+
+        Args:
+            optimizer: perhaps inside Accelerate's wrapper.
+            reads_matrices: whether the optimizer reads whole matrices, so that one rank steps each.
+        """
+        rank_units, streams = self.runner.rank_units, self.runner.executor.streams
+        optimizer = getattr(optimizer, "optimizer", optimizer)
         if steps_shards(optimizer):  # as at a second `train()`
             return
-        cut_states(optimizer, rank_units, self.mesh)
-        step_shards(optimizer, rank_units, self.runner.executor.streams)
-        keep_quantization(optimizer, local_parameters(self.model, rank_units, self.mesh))
+        local = local_parameters(self.model, rank_units, self.mesh)
+        if reads_matrices:
+            join_states(optimizer)
+            step_shards(optimizer, rank_units, streams, reads_matrices)
+            MatrixStep.install(optimizer, local, rank_units, self.mesh, streams)
+        else:
+            cut_states(optimizer, rank_units, self.mesh)
+            step_shards(optimizer, rank_units, streams)
+            keep_quantization(optimizer, local)
+
+    @contextlib.contextmanager
+    def stepped(self, optimizer: Any) -> Iterator[Mapping[Any, LocalParameter]]:
+        """Yields the parameters that this rank steps in an optimizer, whose states in the context have the shapes of
+        these parameters."""
+        matrices = MatrixStep.of(optimizer)
+        if matrices is None:
+            yield local_parameters(self.model, self.runner.rank_units, self.mesh)
+        else:
+            with matrices.whole_shapes() as local:
+                yield local
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 

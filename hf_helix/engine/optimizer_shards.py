@@ -31,7 +31,7 @@ from hf_helix.operators.parameters.param_shard import Placement
 from hf_helix.operators.zero.zero1 import zero1_flat_parameters
 from hf_helix.runtime.distributed.agreement import agree_on_action, on_all_ranks
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
-from hf_helix.runtime.divided import elements_of, plain_parameters
+from hf_helix.runtime.divided import elements_of, full_of, plain_parameters
 from hf_helix.runtime.executor import issue_copy
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.local_parameters import LocalParameter
@@ -61,6 +61,15 @@ def cut_states(optimizer: Any, rank_units: RankUnits, mesh: Mesh) -> None:
             optimizer.state[parameter] = entry_of(made)
 
 
+def join_states(optimizer: Any) -> None:
+    """Joins the states that an optimizer has made of divided parameters; full states stay. Collective."""
+    for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
+        if parameter in optimizer.state:
+            states = named_states(optimizer.state[parameter]).items()
+            made = {key: full_of(state) if isinstance(state, Tensor) else state for key, state in states}
+            optimizer.state[parameter] = entry_of(made)
+
+
 def keep_quantization(optimizer: Any, local: Mapping[nn.Parameter, LocalParameter]) -> None:
     """Has an optimizer with quantized states decide by full parameters, of which it has parts. Collective.
 
@@ -82,23 +91,30 @@ def keep_quantization(optimizer: Any, local: Mapping[nn.Parameter, LocalParamete
         on_all_ranks(lambda: form.quantize_as_full(parts))
 
 
-def step_shards(optimizer: Any, rank_units: RankUnits, streams: Streams) -> None:
+def step_shards(optimizer: Any, rank_units: RankUnits, streams: Streams, reads_matrices: bool = False) -> None:
     """Replaces sharded parameters by this rank's shards in the param groups of an optimizer, also in later groups.
 
     If shards lie on the host, a step goes by flat parameters, and copies to the device on `streams` overlap with it.
+
+    Args:
+        optimizer: has not stepped.
+        rank_units: the units of this rank.
+        streams: of copies.
+        reads_matrices: whether the optimizer reads whole matrices, see `MatrixStep`: states stay full.
     """
     shards = rank_units.shards
     if hasattr(optimizer, "check_overrides"):  # bitsandbytes finds options by the parameters of modules
         optimizer.check_overrides()
-    on_host = [flat for flat in rank_units.flat_parameters if flat.host is not None and flat.is_trained]
+    trained = [] if reads_matrices else [flat for flat in rank_units.flat_parameters if flat.is_trained]
+    on_host = [flat for flat in trained if flat.host is not None]
     plain_step = PlainStep.of(optimizer)
     for name in ("step", "train", "eval"):  # schedule-free optimizers write to weights between modes
         method = getattr(optimizer, name, None)
         if callable(method):
             context = plain_step.ending if name == "step" else plain_parameters
-            function = host_threads(rank_units)(context()(getattr(method, "__func__", method)))
             if name == "step" and on_host:
-                function = HostStep(optimizer, on_host, streams, plain_step).complete_groups()(function)
+                HostStep(optimizer, on_host, streams, plain_step)
+            function = host_threads(rank_units)(context()(getattr(method, "__func__", method)))
             setattr(optimizer, name, MethodType(function, optimizer) if hasattr(method, "__func__") else function)
     plain_step.at_end(rank_units.mark_weights_stale)
     optimizer.add_param_group = functools.partial(_add_shards, optimizer.add_param_group, shards)
@@ -115,7 +131,8 @@ def step_shards(optimizer: Any, rank_units: RankUnits, streams: Streams) -> None
         for parameter, shard in flat.shards.items():
             if parameter in optimizer.state:
                 states = named_states(optimizer.state.pop(parameter)).items()
-                owned = {key: state if key in counters else flat.owned_part(state, parameter) for key, state in states}
+                stays = counters if not reads_matrices else dict(states)
+                owned = {key: state if key in stays else flat.owned_part(state, parameter) for key, state in states}
                 optimizer.state[shard] = entry_of(owned)
     for key in [key for key in optimizer.state if not isinstance(key, Tensor)]:
         optimizer.state[key] = optimizer.state.pop(key)  # after parameters, as before: Adagrad reads the first entry
@@ -133,17 +150,19 @@ class PlainStep:
         self._optimizer = optimizer
         self._depth = 0  # above 1 in the step of a base, if a step calls it: torch runs hooks there as well
         self._context: contextlib.AbstractContextManager[None] | None = None
+        self.has_closure = False
         self._at_begin: list[Callable[[], None]] = []
         self._at_end: list[Callable[[], None]] = []
-        self._surround("pre", self._close, self._enter)
+        self._at_close: list[Callable[[], None]] = []
+        self._surround("pre", self._close, self._begin)
         self._surround("post", self._leave, self._return)
 
-    def _surround(self, kind: str, first: Callable[[], None], last: Callable[[], None]) -> None:
+    def _surround(self, kind: str, first: Callable[[], None], last: Callable[..., None]) -> None:
         """Registers the first and the last of all hooks before a step (`pre`), or after it (`post`)."""
         name, hooks = REGISTERS_OF_STEPS[kind], getattr(self._optimizer, HOOKS_OF_STEPS[kind])
         register = getattr(self._optimizer, name)
         hooks.move_to_end(register(lambda *_: first()).id, last=False)
-        at_end = register(lambda *_: last()).id
+        at_end = register(lambda *given: last(*given)).id
 
         def register_before(hook: Callable[..., Any]) -> Any:
             handle = register(hook)
@@ -168,18 +187,32 @@ class PlainStep:
         """Adds a function that runs at the end of every step without an error."""
         self._at_end.append(function)
 
+    def at_close(self, function: Callable[[], None]) -> None:
+        """Adds a function that runs after every step, also after one with an error."""
+        self._at_close.append(function)
+
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
         """Returns a context around a step, at whose end the parameters are as they were before."""
         depth = self._depth
-        if not getattr(type(self._optimizer).step, "hooked", False):  # a script has replaced the step of the class
-            self._enter()
+        has_hooks = getattr(type(self._optimizer).step, "hooked", False)
         try:
+            if not has_hooks:  # a script has replaced the step of the class
+                self._enter()
             yield
+            if not has_hooks:
+                self._leave()
         finally:
             self._depth = depth
             if not depth:
+                for function in self._at_close:
+                    function()
                 self._close()
+
+    def _begin(self, _: Any, given: Any, named: Mapping[str, Any]) -> None:
+        """Begins the part of a step with the arguments of the step: the optimizer, and perhaps a closure."""
+        self.has_closure = any(each is not None for each in (*given[1:], *named.values()))
+        self._enter()
 
     def _enter(self) -> None:
         self._depth += 1
@@ -195,7 +228,7 @@ class PlainStep:
         self._close()
         self._depth -= 1
 
-    def _return(self) -> None:
+    def _return(self, *_: Any) -> None:
         if self._depth:
             self._open()
 
@@ -253,16 +286,10 @@ class HostStep:
         self._groups: list[tuple[dict[str, Any], list[Any]]] = []  # with all of their parameters
         plain_step.at_begin(self._begin)
         plain_step.at_end(self._end)
-
-    @contextlib.contextmanager
-    def complete_groups(self) -> Iterator[None]:
-        """Returns the context after which the param groups have all of their parameters, also if a step has failed."""
-        try:
-            yield
-        finally:
-            self._complete()
+        plain_step.at_close(self._complete)
 
     def _complete(self) -> None:
+        """Gives the param groups all of their parameters."""
         for group, parameters in self._groups:
             group["params"] = parameters
         self._groups = []

@@ -3,7 +3,7 @@
 In:   a configuration, and the optimizer of a Trainer or of a loop.
 Out:  nothing, or an error with the optimizer, the reason and an alternative.
 Must hold: an accepted optimizer updates a slice as the optimizer would update the slice inside the full parameter; of
-blocks, which begin anew with each slice, up to the rounding of the states.
+blocks, which begin anew with each slice, up to the rounding of the states. A matrix is stepped whole, on one rank.
 """
 
 import weakref
@@ -23,8 +23,8 @@ from hf_helix.runtime.failures.heartbeat import watched
 
 ELEMENT, BLOCK, MATRIX, MODEL = GRANULARITIES = ("element", "block", "matrix", "model")
 """What an optimizer reads to update an element: the element alone; the elements of a block with a common scale, as of
-states in 8 bits, which as little as kernels for devices alone can step on the host; a matrix; more than a matrix, or
-unknown. A class says so by the attribute `granularity`."""
+states in 8 bits, which as little as kernels for devices alone can step on the host; a matrix, or any parameter;
+more than a parameter, or unknown. A class says so by the attribute `granularity`."""
 
 NAMES = {
     ELEMENT: "adamw_torch adamw_torch_fused sgd adagrad rmsprop schedule_free_adamw schedule_free_sgd "
@@ -161,22 +161,21 @@ def _package_of(function: Any) -> str:
 
 def cuts_of(config: HelixConfig, granularity: str = MODEL) -> str:
     """Returns the reason against optimizers of a granularity; empty without a reason."""
-    if granularity == ELEMENT:
+    if granularity in (ELEMENT, MATRIX):
         return ""
     if config.offload:
         return (
             f"with offload={config.offload!r} the host's cores step the weights, and only optimizers that treat every "
-            "element by itself"
+            "element or every matrix by itself"
         )
     if granularity == BLOCK:
         return ""
-    sizes = {"tp_size": config.tp_size, "ep_size": config.ep_size}
-    sizes |= {"pp_size": config.pp_size} if granularity == MODEL else {}
+    sizes = {"tp_size": config.tp_size, "ep_size": config.ep_size, "pp_size": config.pp_size}
     given = [f"{name}={size}" for name, size in sizes.items() if size > 1]
     given += [f"{name}=True" for name in ("shard_optimizer", "shard_parameters") if getattr(config, name)]
     if not given:
         return ""
-    reads = "it reads full matrices" if granularity == MATRIX else "it may look at more than single elements"
+    reads = "it may look at more than single elements or matrices"
     return f"{reads}, and with {' and '.join(given)} a rank holds only a part"
 
 
@@ -209,8 +208,8 @@ def _check_optimizer_class(option: str, optimizer: Any, config: HelixConfig) -> 
         cuts = f"its {own[0]} is not the one of {known}, so {cuts}"
     raise ValueError(
         f"{option}=({name}, ...): {cuts}; use one of {_ELEMENTWISE_NAMES}, or write `granularity = 'element'` into "
-        f"class {name} itself if it treats every element by itself ('block': blocks of elements, 'matrix': matrices, "
-        "for pp_size only)"
+        f"class {name} itself if it treats every element by itself ('block': blocks of elements, 'matrix': every "
+        "parameter by itself)"
     )
 
 
@@ -269,6 +268,12 @@ class _StepArguments(tuple[Any, ...]):
     context: Any
 
 
+def hand_over(engine: Engine, optimizer: Any) -> None:
+    """Hands this rank's parts of the model to an accepted optimizer, also in Accelerate's wrapper. Collective."""
+    inside = getattr(optimizer, "optimizer", optimizer)
+    engine.step_shards(optimizer, reads_matrices=granularity_of(inside) == MATRIX)
+
+
 def watch_steps(engine: Engine, meets: bool = False) -> None:
     """Hands this rank's shards to every optimizer of the model's parameters at its first step, while the cut model
     lives.
@@ -288,7 +293,7 @@ def watch_steps(engine: Engine, meets: bool = False) -> None:
                 agree_on_action("optimizer.step() is called")
         if owner is not None and not steps_shards(optimizer) and not owned.isdisjoint(held):
             _check_optimizer_class("optimizer", optimizer, config)
-            owner.step_shards(optimizer)
+            hand_over(owner, optimizer)
             args = _StepArguments(args)  # from the next step on, the optimizer enters the context itself
             args.context = PlainStep.of(optimizer).ending()
             args.context.__enter__()

@@ -27,7 +27,7 @@ from hf_helix.engine.cut.checks import check_batch
 from hf_helix.engine.cut.microbatches import LossScale
 from hf_helix.engine.engine import Engine
 from hf_helix.integrations.accelerate.checks import check_loader, run_in_mixed_precision
-from hf_helix.integrations.optimizers import check_optimizer, watch_steps
+from hf_helix.integrations.optimizers import check_optimizer, hand_over, watch_steps
 from hf_helix.models.direct_use import Instead
 from hf_helix.models.graph.context import LossTweaks
 from hf_helix.models.stock.batch_inputs import count_targets
@@ -92,7 +92,7 @@ def prepare(
     model = _cut(accelerator, models[0], config, mesh, seed, weights, loss) if models else None
     for given in objects:
         if model is not None and isinstance(given, torch.optim.Optimizer):
-            model.engine.step_shards(given)
+            hand_over(model.engine, given)
     others = [given for given in objects if not isinstance(given, nn.Module)]
     prepared = iter(accelerator.prepare(*others) if len(others) > 1 else map(accelerator.prepare, others))
     return [model if isinstance(given, nn.Module) else next(prepared) for given in objects]

@@ -317,11 +317,12 @@ class SavingHooks(PreemptionHooks):
     @plain_parameters()
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Writes the optimizer's states, each rank its part, and on rank 0 the scheduler's. Collective."""
-        optimizer, local, target = unwrapped(self.optimizer), self._local_parameters(), Path(output_dir, OPTIMIZER)
-        if self._writes is not None and self._is_staged(output_dir):
-            self._writes.append(begin_saving_states(optimizer, local, target, self._copies))
-        else:
-            save_states(optimizer, local, target)
+        optimizer, target = unwrapped(self.optimizer), Path(output_dir, OPTIMIZER)
+        with self.helix.stepped(optimizer) as local:
+            if self._writes is not None and self._is_staged(output_dir):
+                self._writes.append(begin_saving_states(optimizer, local, target, self._copies))
+            else:
+                save_states(optimizer, local, target)
         if self.args.should_save:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Please also save or load the state of the optimizer")

@@ -32,7 +32,7 @@ from hf_helix.integrations.accelerate.checks import run_in_mixed_precision
 from hf_helix.integrations.accelerate.foreign_sizes import ForeignConfig
 from hf_helix.integrations.accelerate.launcher import resolve_config
 from hf_helix.integrations.accelerate.plugin import HelixPlugin, keep_layout, shared_layout
-from hf_helix.integrations.optimizers import check_made_optimizer, watch_steps
+from hf_helix.integrations.optimizers import check_made_optimizer, hand_over, watch_steps
 from hf_helix.integrations.trainer.checkpoints import CheckpointHooks, make_output_dir
 from hf_helix.integrations.trainer.checks import check_arguments, check_trainer
 from hf_helix.integrations.trainer.decisions import CallbackDecisions
@@ -314,7 +314,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         with plain_parameters() if self.optimizer_cls_and_kwargs is None else contextlib.nullcontext():
             optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         check_made_optimizer(optimizer, self.helix_config)
-        self.helix.step_shards(optimizer)
+        hand_over(self.helix, optimizer)
         return optimizer
 
     @overrides("Trainer", otherwise="the log would count tokens several times")

@@ -11,6 +11,7 @@ interpreter exits.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -180,6 +181,15 @@ class Mesh:
         """Gives the ranks with the same batch the random state of the first of them. Collective over these ranks."""
         if self.batch_group is not None:
             share_random(self.device, dist.get_process_group_ranks(self.batch_group))
+
+    @functools.cached_property
+    def all_ranks(self) -> Axis:
+        """All ranks, for exchanges outside of windows. Collective at the first call."""
+        if world_size() == 1:
+            return Axis.single()
+        assert dist.group.WORLD is not None
+        transport = _transport(dist.group.WORLD, torch.arange(world_size()), groups.backend_of(self.device))
+        return Axis(transport if self.link is None else LinkedTransport(transport, self.link), Kind.GRADIENTS)
 
     @property
     def ranks_per_batch(self) -> int:

@@ -20,6 +20,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "shard_parameters": {"shard_parameters": True},
 }
 SHARDED = (("shard_optimizer", "tp2"), ("shard_parameters", "shard_optimizer"))
+MATRICES = (("pp2", "pp2"), ("tp2", "shard_parameters"), ("shard_optimizer", "pp2"))
 ELEMENTS = ("lion_32bit", "ademamix", "paged_adamw_32bit", "rmsprop_bnb_32bit")
 BLOCKS = ("adamw_bnb_8bit", "lion_8bit", "ademamix_8bit", "paged_adamw_8bit", "rmsprop_bnb_8bit")
 RATES = {"lion_32bit": 3e-4, "lion_8bit": 3e-4, "rmsprop_bnb_32bit": 3e-4, "rmsprop_bnb_8bit": 3e-4}
@@ -68,10 +69,11 @@ def follow(
         ("adamw_torch_8bit", "shard_optimizer", "shard_parameters", 5e-3, "torchao"),
         # Matrices
         ("adafactor", "pp2", "pp2", 1e-4, "transformers"),
-        ("apollo_adamw", "pp2", "pp2", 1e-4, "apollo_torch"),
-        ("galore_adafactor", "pp2", "pp2", 1e-3, "galore_torch"),  # singular vectors magnify another order of sums
-        ("galore_adamw", "pp2", "pp2", 1e-3, "galore_torch"),
-        ("stable_adamw", "pp2", "pp2", 1e-4, "optimi"),
+        *(("apollo_adamw", *layouts, 1e-4, "apollo_torch") for layouts in MATRICES),
+        # Singular vectors magnify another order of sums.
+        *(("galore_adafactor", *layouts, 1e-3, "galore_torch") for layouts in MATRICES),
+        *(("galore_adamw", *layouts, 1e-3, "galore_torch") for layouts in MATRICES),
+        *(("stable_adamw", *layouts, 1e-4, "optimi") for layouts in MATRICES),
     ],
 )
 def test_a_run_is_the_stock_trainers_and_goes_on(
@@ -191,7 +193,7 @@ LATER = ("Noted",)
     [
         slow("Muon", "pp2"),
         ("Signs", "tp2"),
-        slow("Normed", "pp2"),
+        *(slow("Normed", layout) for layout in ("pp2", "tp2")),
         ("Noted", "pp2"),
         *(slow("Noted", layout) for layout in ("tp2", "shard_optimizer", "shard_parameters")),
         ("hook", "tp2"),
@@ -212,8 +214,6 @@ def test_a_class_says_what_it_reads(optim: str, layout: str, cluster_of: Any, tm
 @pytest.mark.parametrize(
     ("optim", "layout", "words"),
     [
-        ("Muon", "tp2", "(Muon, ...): it reads full matrices, and with tp_size=2 a rank holds only a part"),
-        ("Normed", "shard_optimizer", "it reads full matrices, and with shard_optimizer=True"),
         ("Centered", "tp2", "(Centered, ...): its step is not the one of AdamW, so it may look at more than single"),
         ("Mistaken", "tp2", "Mistaken.granularity='rows' is unknown; use one of element, block, matrix, model"),
     ],

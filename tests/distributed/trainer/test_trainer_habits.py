@@ -820,7 +820,6 @@ REFUSED = {
 REFUSED_CUT = {
     **REFUSED,
     "losses_by_hand": r"cannot be called directly with gradients; use .*trainer\.prediction_step",
-    "adafactor": "optim='adafactor'.*tp_size=2",
     "an_optimizer_factory": "optimizer_cls_and_kwargs=.*Factory.*granularity = 'element'",
     "a_search_whose_model_asks": "model_init asks the trial for layers, and on 2 ranks.*in hp_space",
     "a_search_that_prunes": "pruner=.* on 2 ranks.*leave it out",
