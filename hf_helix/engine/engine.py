@@ -97,7 +97,7 @@ from hf_helix.runtime.gradients.reduce import gradient_norm
 from hf_helix.runtime.local_parameters import LocalParameter, local_parameters
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.notices import say
-from hf_helix.runtime.runner import Runner, measured, set_aside
+from hf_helix.runtime.runner import Runner, forget_gradients, measured, set_aside
 from hf_helix.tuning.cache import fingerprint
 from hf_helix.tuning.candidates import calibrate_link
 from hf_helix.tuning.result_text import TuningResult
@@ -427,6 +427,7 @@ class Engine(Diagnostics):
         again = Digests()
         with measured(self.runner):
             in_another_order(self.runner).train_window(window, note=again.add)
+            forget_gradients(self.runner)
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         raise_if_different(digests.differing(again), names, step + 1)
 

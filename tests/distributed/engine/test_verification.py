@@ -20,13 +20,14 @@ from hf_helix.engine.verification import digest
 from hf_helix.runtime.gradients.reduce import GradientReducer
 
 Helix = dict[str, Any]
+MODEL = {"num_hidden_layers": 4}
 
 
 def flip_bits(folder: str, helix: Helix, count: int) -> list[tuple[str, str]]:
     """Flips a random bit in each of so many windows, on a random rank, the first or the second time that it runs; what
     this rank is told, and the parameter on the rank."""
     with hasty():
-        trainer: Any = make_trainer(folder, {**helix, "verify_every": 1})
+        trainer: Any = make_trainer(folder, {**helix, "verify_every": 1}, model=MODEL)
         batches = [{name: value[None] for name, value in row.items()} for row in sequences(4)]
         result = []
         for number in range(count):
@@ -69,12 +70,12 @@ def flipped(draw: random.Random, is_victim: bool) -> Iterator[list[nn.Parameter]
         yield changed
 
 
-def train_verified(folder: str, helix: Helix, steps: int, every: int) -> list[float]:
+def train_verified(folder: str, helix: Helix, steps: int, every: int) -> list[tuple[float, float]]:
     with hasty():
         training = {"max_steps": steps, "gradient_accumulation_steps": 2, "logging_steps": 1}
-        trainer: Any = make_trainer(folder, {**helix, "verify_every": every}, training=training)
+        trainer: Any = make_trainer(folder, {**helix, "verify_every": every}, model=MODEL, training=training)
         trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [(entry["loss"], float(entry["grad_norm"])) for entry in trainer.state.log_history if "loss" in entry]
 
 
 LAYOUTS: list[Helix] = [
@@ -100,7 +101,7 @@ def test_a_flipped_bit_is_found(helix: Helix, count: int, cluster_of: Any, tmp_p
 
 @pytest.mark.parametrize(("helix", "steps"), [(LAYOUTS[0], 3), *(slow(helix, 100) for helix in LAYOUTS[:5])], ids=str)
 def test_no_alarm_without_corruption(helix: Helix, steps: int, cluster_of: Any, tmp_path: Path) -> None:
-    """And the same losses, to the last digit, as without the option."""
+    """And the same losses and norms, to the last digit, as without the option."""
     job = {"folder": str(tmp_path), "helix": helix, "steps": steps}
     assert cluster_of(2).run(train_verified, every=1, **job) == cluster_of(2).run(train_verified, every=0, **job)
 
