@@ -379,7 +379,7 @@ def _recorded(value: Tensor) -> Tensor:
     if not is_recording() or (division.refusal and not is_trained):  # collective over all ranks, which is checked
         with torch.no_grad():
             full = _full(value)
-        return _OutsideOfSteps.apply(full.requires_grad_(), division.name) if is_trained else full  # type: ignore
+        return _OutsideOfSteps.apply(full.requires_grad_(), division.name) if is_trained else full
     if is_trained and not isinstance(_root(value), DividedParameter):
         raise RuntimeError(
             f"the loss reads a copy of {division.name} that gets gradients, by requires_grad_() or since values with "
