@@ -121,13 +121,15 @@ def draw_alone(folder: str, helix: Helix) -> list[Any]:
 
 def train_by_rank(folder: str, helix: Helix, gives: str) -> None:
     """Trains with a loss, or with a gradient of the loss, that draws from a generator of this process."""
-    generator = torch.Generator().manual_seed(rank())
+    generator = torch.Generator()
 
     def loss_of(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
         factor, value = 1 + torch.rand((), generator=generator), noisy(outputs, labels)
         return factor * value - (factor - 1) * value.detach() * (gives == "gradient of the loss")
 
-    made(folder, helix, {"max_steps": 2, "gradient_accumulation_steps": 2}, compute_loss_func=loss_of).train()
+    trainer = made(folder, helix, {"max_steps": 2, "gradient_accumulation_steps": 2}, compute_loss_func=loss_of)
+    generator.manual_seed(rank())
+    trainer.train()
 
 
 def evaluate_on_data_of_rank(folder: str, helix: Helix) -> None:

@@ -47,7 +47,7 @@ VALUES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("doctor", "--model", TINY, *QUESTION, "--sequence_length", "1000G"), "give 16,777,216 or less"),
     (
         ("simulate", "--model", TINY, *QUESTION, "--batch_size", "5000"),
-        "a micro-batch of 20,480,000 tokens; give 16,777,",
+        "a micro-batch of 20,480,000 tokens; give 16,",
     ),
     (("show", "--schedule", "1f1b", "--layers", "9999999"), "--layers 9999999: give 1,000,000 or less"),
     (("cluster", "--processes", "0"), "--processes 0: give 1 or more"),
