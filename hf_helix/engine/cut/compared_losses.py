@@ -3,8 +3,9 @@
 In:   the losses of a window of calls, and the gradients that they hand back to the cut decoder, on every rank.
 Out:  nothing, or the same error on every rank that shares the batch, before the optimizer steps.
 Must hold: a single small message for each window, of one size in every window. Losses are compared over all ranks that
-share a batch; gradients over the ranks of a pipeline stage, since the stages have different parts of them. Differences
-of rounding are none: code of the caller may add in another order on every rank.
+share a batch; gradients over the ranks of a pipeline stage, since the stages have different parts of them; gradients
+through logits in slices are sums over tp already, so that only the loss tells a difference there. Differences of
+rounding are none: code of the caller may add in another order on every rank.
 """
 
 import functools

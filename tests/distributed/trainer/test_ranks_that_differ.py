@@ -154,11 +154,9 @@ def test_what_rank_0_draws_alone(helix: dict[str, Any], dp: int, cluster_of: Any
 @pytest.mark.parametrize(
     ("helix", "ranks", "gives"),
     [
-        ({"tp_size": 2}, 2, "gradient of the loss"),
+        ({"cp_size": 2}, 2, "gradient of the loss"),
         *(slow({f"{axis}_size": 2}, 2, "loss") for axis in ("tp", "pp", "cp")),
-        slow({"cp_size": 2}, 2, "gradient of the loss"),
         slow({"tp_size": 2, "pp_size": 2}, 4, "loss"),
-        slow({"tp_size": 2, "pp_size": 2}, 4, "gradient of the loss"),
     ],
     ids=str,
 )
