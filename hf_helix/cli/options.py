@@ -15,8 +15,10 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from errno import EACCES
 from importlib.metadata import version
 from pathlib import Path
 from types import NoneType, UnionType
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 
 COUNTS = ("batch_size", "microbatches", "sequence_length", "top", "width", "pp", "layers", "processes")
 """Options of commands that count something, and so are 1 or more; besides, all whose names end with `_size`."""
+
+MOST, MOST_TOKENS = 10**6, 2**24
+"""The largest count, and the most tokens of a sequence and of a micro-batch, that a command can answer about."""
 
 OUTPUTS = ("output", "html", "trace", "write")
 """Options of commands with the path of a file that is written."""
@@ -114,13 +119,22 @@ class Command:
             parser.add_argument(prefix + each.name, **arguments)
 
     def check_values(self) -> None:
-        """Raises ValueError if a count is below 1, or a file cannot be written."""
+        """Raises ValueError if a count is below 1 or beyond any answer, or a file cannot be written."""
         for name, value in vars(self).items():
             is_count = name in COUNTS or name.endswith("_size")
             if is_count and isinstance(value, int) and value < 1:
                 raise ValueError(f"--{name} {value}: give 1 or more")
+            most = MOST_TOKENS if name == "sequence_length" else MOST
+            if is_count and isinstance(value, int) and value > most:
+                raise ValueError(f"--{name} {value}: give {most:,} or less")
             if name in OUTPUTS and isinstance(value, Path):
                 check_output(name, value)
+        rows, tokens = (vars(self).get(name) for name in ("batch_size", "sequence_length"))
+        if rows and tokens and rows * tokens > MOST_TOKENS:
+            raise ValueError(
+                f"--batch_size {rows} and --sequence_length {tokens}: a micro-batch of {rows * tokens:,} tokens; give "
+                f"{MOST_TOKENS:,} or less"
+            )
 
     def of_config(self) -> dict[str, Any]:
         """Returns the options of `HelixConfig`."""
@@ -173,8 +187,15 @@ def check_output(name: str, path: Path) -> None:
         raise ValueError(f"--{name} {path} is a folder; give a file, such as {path / 'result'}")
     if not folder.is_dir():
         raise ValueError(f"--{name} {path}: there is no folder {folder}; make it, or give a file in another folder")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ValueError(f"--{name} {path} cannot be written; give a file in a folder of yours, such as {Path.home()}")
+    try:
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(EACCES, os.strerror(EACCES))
+        tempfile.TemporaryFile(dir=folder).close()  # not every folder takes files, whatever its permissions say
+    except OSError as error:
+        raise ValueError(
+            f"--{name} {path} cannot be written ({error.strerror}); give a file in a folder of yours, such as "
+            f"{Path.home() / path.name}"
+        ) from error
 
 
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}

@@ -345,20 +345,25 @@ def _call_code(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_
         return NotImplemented
     if _full_values:
         return _apply(func, args, kwargs, _gathered_once)
-    if not has_gradients or not is_recording():
+    if not has_gradients:
         return NotImplemented
     with torch._C.DisableTorchFunctionSubclass():
         return _apply(func, args, kwargs, _recorded) if _gives_gradients(func, args, kwargs) else NotImplemented
 
 
 def _gives_gradients(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function gives gradients to divided parameters, by a trial on the meta device."""
-    name = getattr(func, "__name__", "")
-    if not any(map(_is_trained, _tensors((args, kwargs)))):
+    """Whether a function gives gradients to its operands, divided and ordinary, by a trial on the meta device."""
+    name, operands = getattr(func, "__name__", ""), [*_tensors((args, kwargs))]
+    if not any(each.requires_grad and (is_recording() or not isinstance(each, DividedTensor)) for each in operands):
         return False
-    if is_in_place(name) or name in _REFUSED or kwargs.get("out") is not None:
+    if name in _REFUSED or name == "requires_grad_":
         return False
-    outline = lambda each: _outline(each).detach().to("meta").requires_grad_(_is_trained(each))  # noqa: E731
+    if is_in_place(name) or kwargs.get("out") is not None:
+        written = next(_tensors(kwargs.get("out", operands)))
+        if isinstance(written, DividedTensor) and not isinstance(written, DividedParameter):
+            written.requires_grad = written.is_floating_point()  # its gradient cannot be given: see `_recorded`
+        return not isinstance(written, DividedTensor)
+    outline = lambda each: _outline(each).detach().to("meta").requires_grad_(each.requires_grad)  # noqa: E731
     try:
         result = _apply(func, args, kwargs, outline)
     except (RuntimeError, TypeError):
@@ -409,20 +414,44 @@ def _parameter_of(value: DividedTensor) -> Any:
     return value if isinstance(value, DividedParameter) else value._alias_of
 
 
-def _is_trained(value: Any) -> bool:
-    return isinstance(value, DividedTensor) and bool(_root(value).requires_grad)
-
-
 def _recorded(value: Tensor) -> Tensor:
-    """The full tensor, under autograd."""
+    """The full tensor, under autograd if it is trained."""
     if not isinstance(value, DividedTensor):
         return value
-    if _is_trained(value) and (refusal := value._division.refusal):
+    division, is_trained = value._division, value.requires_grad
+    if not is_recording() or (division.refusal and not is_trained):  # collective over all ranks, which is checked
+        with torch.no_grad():
+            full = _full(value)
+        return _OutsideOfSteps.apply(full.requires_grad_(), division.name) if is_trained else full
+    if is_trained and not isinstance(_root(value), DividedParameter):
         raise RuntimeError(
-            f"the loss reads the trained parameter {value._division.name}, but {refusal}: read it in the loss as "
+            f"the loss reads a copy of {division.name} that gets gradients, by requires_grad_() or since values with "
+            "gradients were written into it: use the function that returns a new tensor, such as copy * x in place of "
+            "copy.mul_(x)"
+        )
+    if is_trained and division.refusal:
+        raise RuntimeError(
+            f"the loss reads the trained parameter {division.name}, but {division.refusal}: read it in the loss as "
             "parameter.detach(), or freeze it"
         )
-    return _along(value._division.full(_root(value)), value._path)
+    full = division.full(_root(value))  # without a graph on pipeline ranks without the parameter
+    return _along(full.requires_grad_() if is_trained else full.detach(), value._path)
+
+
+class _OutsideOfSteps(torch.autograd.Function):
+    """A full parameter outside of a training step, which gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return full.view_as(full)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(
+            f".backward() outside of a training step reaches the trained parameter {ctx.name}: read it as "
+            "parameter.detach(), or compute the loss in compute_loss"
+        )
 
 
 # -- kinds of functions -------------------------------------------------------------------------------------------
@@ -450,7 +479,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_gradi
     if name in ("__get__", "__set__", "__delete__"):
         attribute = func.__self__.__name__
         if name == "__get__":
-            return _read_attribute(args[0], attribute, func)
+            return _read_attribute(args[0], attribute, func, has_gradients)
         return _write_attribute(args[0], attribute, args[1] if name == "__set__" else None)
     is_collective = str(getattr(func, "__module__", "")).startswith("torch.distributed")
     if name in _REFUSED or is_collective:
@@ -473,16 +502,16 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_gradi
         return _foreach(func, name, args, kwargs, has_gradients)
     if is_in_place(name) or kwargs.get("out") is not None:
         return _write(func, name, args, kwargs, has_gradients)
-    return _read(func, name, args, kwargs)
+    return _read(func, name, args, kwargs, has_gradients)
 
 
-def _read_attribute(value: DividedTensor, attribute: str, get: Any) -> Any:
+def _read_attribute(value: DividedTensor, attribute: str, get: Any, has_gradients: bool) -> Any:
     if attribute in _OF_FULL:
         return get(_outline(value))
     if attribute in _VIEWS:
-        return _view(value, get)
+        return _view(value, get, has_gradients)
     if attribute == "data":
-        data = value if value._path else _divided(_held(value), value._division)
+        data = _viewed(value, False, Tensor.detach) if value._path else _divided(_held(value), value._division)
         data._alias_of = _parameter_of(value)
         if isinstance(value, DividedParameter):
             value._aliases = [*(each for each in value._aliases if each() is not None), weakref.ref(data)]
@@ -526,7 +555,7 @@ def _part_from_aliases(value: DividedTensor, held: Tensor) -> None:
     value._aliases = ()  # type: ignore[attr-defined]
 
 
-def _read(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _read(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_gradients: bool) -> Any:
     """Returns the result of a function that writes to none of its arguments."""
     first = next(each for each in _tensors((args, kwargs)) if isinstance(each, DividedTensor))
     if not first._path:
@@ -541,7 +570,7 @@ def _read(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         like = lambda each: torch.empty_like(_outline(each), device=_held(each).device)  # noqa: E731
         return _apply(func, args, kwargs, like)
     if sum(isinstance(each, DividedTensor) for each in _tensors((args, kwargs))) == 1 and args and args[0] is first:
-        view = _view(first, lambda full: func(full, *args[1:], **kwargs))
+        view = _view(first, lambda full: func(full, *args[1:], **kwargs), has_gradients)
         if view is not None:
             return view
     return _apply(func, args, kwargs, _full)
@@ -741,23 +770,26 @@ def _along(full: Tensor, path: Iterable[Callable[[Any], Any]]) -> Tensor:
     return full
 
 
-def _view(value: DividedTensor, step: Callable[[Any], Any]) -> Any:
-    """The view, or the views, that a function returns; None if it returns none."""
+def _view(value: DividedTensor, step: Callable[[Any], Any], has_gradients: bool) -> Any:
+    """The view, or the views, that a function returns; None if it returns none. A view of a trained tensor is trained,
+    if made with gradients."""
     try:
         outline = step(_outline(value))
     except (RuntimeError, NotImplementedError, TypeError):
         return None  # it needs values, such as `item`
+    is_trained = has_gradients and value.requires_grad
     if isinstance(outline, Tensor) and outline._is_view():
-        return _viewed(value, step)
+        return _viewed(value, is_trained, step)
     if isinstance(outline, (tuple, list)) and all(isinstance(each, Tensor) and each._is_view() for each in outline):
-        return tuple(_viewed(value, step, itemgetter(place)) for place in range(len(outline)))
+        return tuple(_viewed(value, is_trained, step, itemgetter(place)) for place in range(len(outline)))
     return None
 
 
-def _viewed(value: DividedTensor, *steps: Callable[[Any], Any]) -> DividedTensor:
+def _viewed(value: DividedTensor, is_trained: bool, *steps: Callable[[Any], Any]) -> DividedTensor:
     view = _divided(_held(value), value._division)
     view._path = (*value._path, *steps)
     view._parameter, view._alias_of = getattr(value, "_parameter", value), _parameter_of(value)
+    view.requires_grad = is_trained
     return view
 
 

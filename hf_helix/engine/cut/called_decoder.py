@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from hf_helix.engine.cut.compared_losses import ComparedLosses
 from hf_helix.engine.cut.evaluate import split_rows
 from hf_helix.engine.cut.microbatches import LossScale, WindowMaker
 from hf_helix.models.direct_use import replace_method
@@ -90,6 +91,7 @@ class CalledDecoder:
     Attributes:
         step: the number of the optimizer step, a seed of randomness.
         window: the micro-batches of the calls of the last window in a training step.
+        losses: the losses of the window, for the comparison of ranks that share its batches.
         is_open: whether the window has not ended.
     """
 
@@ -110,6 +112,7 @@ class CalledDecoder:
         self._calls = calls or Decoding(_run_alike, lambda: True)
         self._cut = SequenceCut.of(runner.mesh.tp, runner.mesh.cp)
         self.window: list[MicroBatch] = []
+        self.losses = ComparedLosses(runner.mesh)
         self._kinds: dict[Key, tuple[Sequence[int], torch.dtype]] = {}  # of a token, as calls have returned them
         self._open = contextlib.ExitStack()
         self.is_open = False
@@ -223,9 +226,18 @@ class CalledDecoder:
             raise
 
     def finish(self) -> None:
-        """Ends a window: runs the backward passes that wait and reduces the gradients. Collective."""
+        """Ends a window: compares its losses, runs the backward passes that wait and reduces the gradients. Collective.
+
+        Raises:
+            ValueError: the losses of ranks that share a batch differ.
+        """
         if not self.is_open:
             return
+        try:
+            self.losses.check()
+        except BaseException:
+            self.drop()
+            raise
         with self._open:
             self.is_open, self._num_calls = False, 0
             self.deferred_backward.finish()
@@ -248,6 +260,7 @@ class CalledDecoder:
 
     def _begin(self) -> None:
         self.window = []
+        self.losses.forget()
         self._open.enter_context(self._open_window(self.window))
         self.is_open = True
 
@@ -295,6 +308,7 @@ class CalledDecoder:
             gradient: of the value as the call returned it.
         """
         is_flat, given = key in self.deferred_backward.routers, {}
+        self.losses.add_gradient(gradient)
         if self.deferred_backward.is_here(key):
             value = gradient.unflatten(0, (sum(rows), -1)) if is_flat else gradient
             value = self._cut.parted(value.transpose(0, 1))

@@ -227,6 +227,7 @@ class HelixModel:
                 loss = loss_of(self.module, self._moved(batch)) / len(batches)
                 loss.backward()
             losses.append(loss.detach())
+            self.engine.called_decoder.losses.add_loss(loss)
         self.engine.finish_window()
         return torch.stack(losses).sum()
 

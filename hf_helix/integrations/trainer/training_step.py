@@ -221,6 +221,7 @@ class WindowHooks(PreemptionHooks):
                 agree_on_action("trainer.training_step() is called", mesh=self.helix.mesh, given=[inputs])
         with called_decoder.training(step), self._gathering():
             loss: Tensor = super().training_step(model, inputs, num_items)  # type: ignore[misc]
+        called_decoder.losses.add_loss(loss)
         self._health.note_losses(loss.detach().reshape(1), step + 1)
         if window is not None:
             window.num_returned += 1

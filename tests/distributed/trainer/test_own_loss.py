@@ -82,7 +82,35 @@ class Regularized:
         return (loss, outputs) if return_outputs else loss
 
 
-MIXINS = {"z-loss": ZLoss, "of weights": Regularized}
+class OfFixedWeights:
+    """Functions of hidden states and of weights without gradients: detached, read as data, under no_grad, frozen."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs, output_hidden_states=True)
+        state, table, norm = outputs.hidden_states[-1], model.model.embed_tokens.weight, model.model.norm.weight
+        with torch.no_grad():
+            turned, doubled = table.T, 2 * norm
+        scaled = state.clone()
+        scaled.mul_(norm.detach())
+        assert not turned.data.requires_grad
+        values = [
+            state * norm.detach() + doubled,
+            state @ turned,
+            functional.linear(state, table.data),
+            torch.einsum("bsh,vh->bsv", state, table.detach()),
+            torch.cat([state, norm.detach().expand_as(state)], -1),
+            torch.where(norm.detach() > 0.99, state, doubled),
+            scaled,
+            state @ model.model.layers[-1].mlp.up_proj.weight.t(),
+        ]
+        loss = outputs.loss + sum((1 + place) * each.pow(2).mean() for place, each in enumerate(values))
+        return (loss, outputs) if return_outputs else loss
+
+
+FIXED = "of fixed weights"
+MIXINS = {"z-loss": ZLoss, "of weights": Regularized, FIXED: OfFixedWeights}
 
 
 class Curious(TrainerCallback):
@@ -154,6 +182,8 @@ def follow(folder: str, helix: dict[str, Any] | None, kind: str, plan: str = "gr
         model = CLASSES.get(kind, LlamaForCausalLM)(config)
     if kind == "in the class":  # of every token itself, not of the next
         model = BartForCausalLM(default_config("BartForCausalLM", 4))
+    if kind == FIXED:
+        model.model.layers[-1].mlp.up_proj.weight.requires_grad_(False)
     if kind == "loss_function":
         model.loss_function = weighted
     training = {
@@ -202,19 +232,20 @@ SLOW = [
     *((kind, CP) for kind in ("focal", "classes", "hidden states", "of weights")),
     *((kind, TP) for kind in ("calls between steps", "smoothing", "model_init, bf16")),
     ("hidden states", {**PP, "layers_per_stage": [1.5, 1, 1.5, 1]}),
+    *((FIXED, helix) for helix in (TP, CP)),
 ]
 FAR = {"model_init, bf16": (2e-2, 2e-2), "a cosine head": (1e-4, 1e-4)}
 """How far figures may be away, and weights, where it is more than usual."""
 
 
-@pytest.mark.parametrize(("kind", "helix"), [("focal", TP), *(slow(*case) for case in SLOW)], ids=str)
+@pytest.mark.parametrize(("kind", "helix"), [("focal", TP), (FIXED, PP), *(slow(*case) for case in SLOW)], ids=str)
 def test_as_the_stock_trainer(kind: str, helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
     wanted, (rel, near) = follow(str(tmp_path / "stock"), None, kind), FAR.get(kind, (1e-4, 2e-5))
     for result in cluster_of(2).run(follow, folder=str(tmp_path / "helix"), helix=helix, kind=kind):
         for found, stock in zip(result["log"], wanted["log"], strict=True):
             assert found == pytest.approx(stock, rel=rel)
         torch.testing.assert_close(result["predicted"], wanted["predicted"], rtol=rel, atol=near / 2)
-        assert len(wanted["predicted"]) == {"hidden states": 7, "routers": 7}.get(kind, 1)
+        assert len(wanted["predicted"]) == {"hidden states": 7, "routers": 7, FIXED: 7}.get(kind, 1)
         assert result["fused"] == wanted["fused"]
     saved, stock = (load_file(tmp_path / name / "model.safetensors") for name in ("helix", "stock"))
     assert saved.keys() == stock.keys()
@@ -230,6 +261,18 @@ def test_copies_of_shards(cluster_of: Any, tmp_path: Path) -> None:
     two = cluster_of(4).run(follow, folder=str(tmp_path / "plain"), helix={"tp_size": 2}, kind="focal")
     for found, plainly in zip(four[0]["log"], two[0]["log"], strict=True):
         assert found == pytest.approx(plainly, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", ["shard_optimizer", "shard_parameters"])
+def test_fixed_weights_of_shards(shards: str, cluster_of: Any, tmp_path: Path) -> None:
+    """Weights that data-parallel ranks shard can be read without gradients."""
+    sharded, plainly = (
+        cluster_of(2).run(follow, folder=str(tmp_path / str(number)), helix=helix, kind=FIXED)
+        for number, helix in enumerate(({shards: True}, {}))
+    )
+    for found, wanted in zip(sharded[0]["log"], plainly[0]["log"], strict=True):
+        assert found == pytest.approx(wanted, rel=1e-4)
 
 
 def test_shards_are_refused_where_the_loss_reads_weights(cluster_of: Any, tmp_path: Path) -> None:

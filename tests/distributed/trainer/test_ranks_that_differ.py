@@ -119,6 +119,19 @@ def draw_alone(folder: str, helix: Helix) -> list[Any]:
     return result
 
 
+def train_by_rank(folder: str, helix: Helix, gives: str) -> None:
+    """Trains with a loss, or with a gradient of the loss, that draws from a generator of this process."""
+    generator = torch.Generator()
+
+    def loss_of(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        factor, value = 1 + torch.rand((), generator=generator), noisy(outputs, labels)
+        return factor * value - (factor - 1) * value.detach() * (gives == "gradient of the loss")
+
+    trainer = made(folder, helix, {"max_steps": 2, "gradient_accumulation_steps": 2}, compute_loss_func=loss_of)
+    generator.manual_seed(rank())
+    trainer.train()
+
+
 def evaluate_on_data_of_rank(folder: str, helix: Helix) -> None:
     made(folder, helix).evaluate(sequences(4, seed=rank()))
 
@@ -136,6 +149,21 @@ def test_what_rank_0_draws_alone(helix: dict[str, Any], dp: int, cluster_of: Any
     expected, _ = stock(draw_alone, dp=dp)
     for result in cluster_of(2).run(draw_alone, folder=str(tmp_path), helix=helix):
         np.testing.assert_allclose(result, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("helix", "ranks", "gives"),
+    [
+        ({"cp_size": 2}, 2, "gradient of the loss"),
+        *(slow({f"{axis}_size": 2}, 2, "loss") for axis in ("tp", "pp", "cp")),
+        slow({"tp_size": 2, "pp_size": 2}, 4, "loss"),
+    ],
+    ids=str,
+)
+def test_losses_of_ranks(helix: dict[str, Any], ranks: int, gives: str, cluster_of: Any, tmp_path: Path) -> None:
+    said = f"the {gives} differs between ranks 0 and 1, which share every batch: "
+    job = {"folder": str(tmp_path), "helix": helix, "gives": gives}
+    cluster_of(ranks).assert_raises(train_by_rank, said, raises="ValueError", **job)
 
 
 def test_evaluation_on_different_batches(cluster_of: Any, tmp_path: Path) -> None:

@@ -39,7 +39,17 @@ VALUES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("simulate", "--model", TINY, *QUESTION, "--batch_size", "0"), "--batch_size 0: give 1 or more"),
     (("simulate", "--model", TINY, *QUESTION, "--schedule", "BINARY"), "BINARY: it is no text"),
     (("doctor", "--model", TINY, *QUESTION, "--write", "nowhere/helix.yaml"), "there is no folder nowhere"),
+    (
+        ("doctor", "--model", TINY, *QUESTION, "--write", "/proc/helix.yaml"),
+        "--write /proc/helix.yaml cannot be",
+    ),
     (("doctor", "--model", TINY, *QUESTION, "--top", "0"), "--top 0: give 1 or more"),
+    (("doctor", "--model", TINY, *QUESTION, "--sequence_length", "1000G"), "give 16,777,216 or less"),
+    (
+        ("simulate", "--model", TINY, *QUESTION, "--batch_size", "5000"),
+        "a micro-batch of 20,480,000 tokens; give 16,",
+    ),
+    (("show", "--schedule", "1f1b", "--layers", "9999999"), "--layers 9999999: give 1,000,000 or less"),
     (("cluster", "--processes", "0"), "--processes 0: give 1 or more"),
     (("cluster", "--output", "nowhere/here.yaml"), "there is no folder nowhere"),
     (("models", "nosuchmodel"), "no class has 'nosuchmodel' in its name"),
