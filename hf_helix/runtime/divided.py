@@ -53,7 +53,7 @@ class DividedTensor(Tensor):
     _division: Any  # a `Division`; None once a parameter has got another shape, and every rank all of it
     _path: tuple[Callable[[Any], Any], ...] = ()
     _parameter: Any  # of a view, the divided tensor that the path begins at
-    _alias_of: Any = None  # the parameter whose memory it shares, if a script has read it from one
+    _alias_of: Any = None  # the parameter whose values it shows, if a script has read it from one
 
     @classmethod
     def __torch_function__(
@@ -410,7 +410,7 @@ def _root(value: Any) -> Any:
 
 
 def _parameter_of(value: DividedTensor) -> Any:
-    """The parameter whose memory a tensor shares; None if it has its own."""
+    """The parameter whose values a tensor shows; None if it has values of its own."""
     return value if isinstance(value, DividedParameter) else value._alias_of
 
 
@@ -522,7 +522,8 @@ def _read_attribute(value: DividedTensor, attribute: str, get: Any, has_gradient
 def _write_attribute(value: DividedTensor, attribute: str, new: Any) -> None:
     held = _held(value)
     if attribute == "data" and not value._path:
-        _meet_before_write(value)
+        if not isinstance(new, DividedTensor) or new._path or _parameter_of(new) is not _parameter_of(value):
+            _meet_before_write(value)
         if _outline(new).shape != value._division.shape:  # such as a resized table: every rank has the new values
             value.data, value._division = _full(new).detach(), None
             value.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -713,7 +714,7 @@ def _run_elementwise(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     if same is not None:
         return same
     made = _divided(result, division)
-    if getattr(func, "__name__", "") == "detach":
+    if getattr(func, "__name__", "") in ("detach", "to"):  # `to("cpu:0")` copies what is on "cpu"
         made._alias_of = _parameter_of(divided[0])
     return made
 

@@ -172,7 +172,6 @@ FEW_HEADS = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads":
 TIED = {**FIVE_LAYERS, "tie_word_embeddings": True}
 LAYOUTS = [
     refused({"tp_size": 3}, ["tp_size=3", "world size, 2", "1, 2"]),
-    refused(TP, ["4 attention heads", "1 key-value", "work: 1"], {"num_key_value_heads": 1}),
     refused(TP, ["3 attention heads", "work: 1, 3"], FEW_HEADS),
     refused({**TP, **PP}, ["pp_size=2", "1 process that tp_size=2 leaves of 2", "work: 1"]),
     refused(PP, ["the model has 3 layers", "pp_size=2 needs at least 4", "largest pp_size that fits is 1"]),

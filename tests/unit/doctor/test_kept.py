@@ -26,17 +26,17 @@ def not_again() -> None:
 
 
 def test_a_layout_is_counted_once_for_all_processes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, wrong = case_of(tp=2, dp=2, length=64), case_of(tp=4, length=64)
+    case, wrong = case_of(tp=2, dp=2, length=64), case_of(tp=3, length=64)
     about = {"config": {"sizes": 1}}
     counted = SimulatedModel(lambda: on_meta(num_key_value_heads=2), CLUSTER, kept=KeptAmounts(about))
     step = simulate_step(counted.amounts(case), case, CLUSTER)
-    with pytest.raises(ValueError, match="tp_size=4") as refused:
+    with pytest.raises(ValueError, match="tp_size=3") as refused:
         counted.amounts(wrong)
     again = SimulatedModel(not_again, CLUSTER, kept=KeptAmounts(about))
     assert again.facts == counted.facts
     assert again.amounts(case) == counted.amounts(case)
     assert simulate_step(again.amounts(case), case, CLUSTER).seconds == step.seconds
-    with pytest.raises(ValueError, match="tp_size=4") as known:
+    with pytest.raises(ValueError, match="tp_size=3") as known:
         again.amounts(wrong)
     assert str(known.value) == str(refused.value)
     # Of another model, of other code, or from a damaged file: counted anew.

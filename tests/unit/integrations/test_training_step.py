@@ -34,7 +34,7 @@ class Engine:
     def tune(self, batches: list[Any], scale: Any, step: int, steps_left: int | None) -> None:
         self.calls.append(f"tune for {len(batches)}")
 
-    def train_window(self, batches: list[Any], scale: Any, step: int, is_compared: bool = False) -> list[Tensor]:
+    def train_window(self, batches: list[Any], scale: Any, step: int, *options: Any) -> list[Tensor]:
         if any("fails" in batch for batch in batches):
             raise RuntimeError("no")
         self.calls.append(f"train {len(batches)}")
