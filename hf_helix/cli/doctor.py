@@ -8,6 +8,7 @@ prints every reason.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from hf_helix.doctor.processes import usable_cores
 from hf_helix.measure.progress import progress_bar
 from hf_helix.planning.collection import without_collection
 from hf_helix.planning.rules.registry import runs_one_strand
-from hf_helix.planning.timing.cluster import Cluster
+from hf_helix.planning.timing.cluster import Cluster, load_cluster
 from hf_helix.planning.timing.sizes import Sizes, is_named, size_text
 
 if TYPE_CHECKING:
@@ -61,12 +62,44 @@ class DoctorCommand(OnCluster):
     why: bool = option(False, "also say why each other layout was dropped")
     write: Path | None = option(None, "write the YAML that launches the best layout, or that of --layout")
 
+    @classmethod
+    def run_all(cls, commands: Sequence[Any]) -> None:
+        """Prints the best layouts; of several commands, only the best layout of each, in one table.
+
+        Raises:
+            ValueError: several commands write one file, or are asked for one layout.
+        """
+        first = commands[0]
+        if len(commands) == 1:
+            first.run()
+            return
+        if unclear := [name for name in ("layout", "write", "html", "why", "tokens") if getattr(first, name)]:
+            raise ValueError(f"--{unclear[0]} is about one answer; give one --gpus, --network and --sequence_length")
+        first._print_answers(commands)
+
+    @without_collection
+    def _print_answers(self, commands: Sequence[DoctorCommand]) -> None:
+        from hf_helix.doctor.report import answer_lines
+
+        tokens, like = parse_count(self.batch_tokens, "--batch_tokens", "512k or 4M"), None
+        answers: list[tuple[Cluster, int, Step | str]] = []
+        for command in commands:
+            cluster = command.scaled_cluster()
+            like = command.simulated_model(cluster, like)
+            ranking = command._ranking(like, cluster, tokens)
+            found = ranking.proposed(cluster) if ranking.steps else "no layout fits"
+            answers.append((cluster, command.sequence_length, found))
+        assert like is not None
+        print(f"{like.name} on {load_cluster(self.cluster).device.name}, {tokens:,} tokens a step asked for\n")
+        print("\n".join(answer_lines(answers)))
+
     @without_collection
     def run(self) -> None:
         """Prints the best layouts."""
         from hf_helix.doctor.case import STATES
         from hf_helix.doctor.layouts import CLOSE
         from hf_helix.doctor.report import (
+            checkpoint_line,
             dropped_lines,
             help_lines,
             ranking_lines,
@@ -80,22 +113,9 @@ class DoctorCommand(OnCluster):
         of_training = parse_count(self.tokens, "--tokens", "20B or 1.5T") if self.tokens is not None else None
         cluster = self.scaled_cluster()
         simulated = self.simulated_model(cluster)
-        ranking = self._search(simulated, cluster, tokens, self.top)
-        if self.offload == AUTO:
-            ranking = self._with_offload(ranking, simulated, cluster, tokens)
+        ranking = self._ranking(simulated, cluster, tokens)
         if not ranking.steps:
-            check_derived(simulated)
-            rivals = ranking.fitting_rivals(cluster)
-            helps = [f"{each.name}, {each.step.tokens_per_second:,.0f} tokens/s" for each in rivals]
-            helps += self._what_helps(simulated, tokens)
-            reasons = "\n".join(dropped_lines(ranking.dropped))
-            raise ValueError(
-                f"no layout of {self.model} fits {cluster.name}; what fits, predicted: {'; '.join(helps)}; "
-                f"{reasons.lstrip()}"
-                if helps
-                else f"no layout of {self.model} fits {cluster.name}; more devices (--gpus), shorter sequences "
-                f"(--sequence_length) or more tokens in a step (--batch_tokens) may; {reasons.lstrip()}"
-            )
+            self._refuse(ranking, simulated, cluster, tokens)
         best = ranking.steps[0]
         chosen = self._chosen(ranking) if self.layout else ranking.proposed(cluster)
         assumes_rows = self.imbalance > 1 or self.expert_capacity_factor is not None
@@ -120,8 +140,11 @@ class DoctorCommand(OnCluster):
             print("Experts get equal rows here; --imbalance 1.3 leaves time and memory for 1.3 times the mean.")
         title = "The best" if chosen is best else "As asked" if self.layout else roomier_text(best, cluster)
         _print_step(chosen, title, simulated, cluster)
+        print(checkpoint_line(simulated.facts.trained, chosen.case))
+        if cluster.devices > 1:
+            print(self._alone_line(chosen, simulated, cluster, tokens))
         if of_training is not None:
-            print(training_line(chosen, of_training, cluster))
+            print(training_line(chosen, of_training, cluster, simulated.experts))
         if self.html:
             self.write_page(simulated, cluster, shown_steps(ranking, cluster, self.top), "\n".join(lines))
         if self.why:
@@ -140,6 +163,36 @@ class DoctorCommand(OnCluster):
                 f"sequences of {case.length:,} tokens{', on each node with its own RANK' if several else ''}:\n"
                 f"{size_text(case.sizes)}: accelerate launch --config_file {self.write} {node}YOUR_SCRIPT.py"
             )
+
+    def _refuse(self, ranking: Ranking, simulated: SimulatedModel, cluster: Cluster, tokens: int) -> None:
+        """Raises ValueError: no layout fits; with what does."""
+        from hf_helix.doctor.report import dropped_lines
+
+        check_derived(simulated)
+        helps = [
+            f"{each.name}, {each.step.tokens_per_second:,.0f} tokens/s" for each in ranking.fitting_rivals(cluster)
+        ]
+        helps += self._what_helps(simulated, tokens)
+        reasons = "\n".join(dropped_lines(ranking.dropped)).lstrip()
+        known = f"what fits, predicted: {'; '.join(helps)}"
+        more = (
+            "more devices (--gpus), shorter sequences (--sequence_length) or more tokens in a step (--batch_tokens) may"
+        )
+        raise ValueError(f"no layout of {self.model} fits {cluster.name}; {known if helps else more}; {reasons}")
+
+    def _alone_line(self, step: Step, simulated: SimulatedModel, cluster: Cluster, tokens: int) -> str:
+        """Returns the comparison of a step with one device, with the same options."""
+        from hf_helix.doctor.report import alone_line
+
+        one = replace(self, gpus="1", network=None, layout="", offload=step.case.offload or "none")
+        other = one.scaled_cluster()
+        steps = one._search(simulated.on(other), other, tokens, leading=1).steps
+        return alone_line(step, steps[0] if steps else None, cluster)
+
+    def _ranking(self, simulated: SimulatedModel, cluster: Cluster, tokens: int) -> Ranking:
+        """Returns the layouts, with states or weights on the host if that helps."""
+        ranking = self._search(simulated, cluster, tokens, self.top)
+        return self._with_offload(ranking, simulated, cluster, tokens) if self.offload == AUTO else ranking
 
     def _with_offload(self, ranking: Ranking, simulated: SimulatedModel, cluster: Cluster, tokens: int) -> Ranking:
         """Returns a ranking with layouts whose optimizer lies on the host, if nothing fits without or the fastest

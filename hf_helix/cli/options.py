@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from errno import EACCES
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin, get_type_hints
@@ -90,6 +91,12 @@ class Command:
         raise NotImplementedError
 
     @classmethod
+    def run_all(cls, commands: Sequence[Any]) -> None:
+        """Runs the commands of one command line: several if options with `several` have several values."""
+        for command in commands:
+            command.run()
+
+    @classmethod
     def _word(cls) -> str:
         return cls.__name__.removesuffix("Command").lower()
 
@@ -100,10 +107,17 @@ class Command:
         summary = summary.rstrip(".")
         names, hints = [each.name for each in fields(cls)], get_type_hints(cls)
 
+        several = [each.name for each in fields(cls) if each.metadata.get("several")]
+
         def run(given: argparse.Namespace) -> None:
-            command = cls(**{name: getattr(given, name) for name in names})
-            command.check_values()
-            command.run()
+            lists = {name: value for name in several if isinstance(value := getattr(given, name), list)}
+            commands = [
+                cls(**{**{name: getattr(given, name) for name in names}, **dict(zip(lists, values, strict=True))})
+                for values in product(*lists.values())
+            ]
+            for command in commands:
+                command.check_values()
+            cls.run_all(commands)
 
         parser = commands.add_parser(
             cls._word(),
@@ -116,6 +130,7 @@ class Command:
         for each in fields(cls):
             arguments = {**_taking(hints[each.name]), **each.metadata}
             prefix = "" if arguments.pop("positional", False) else "--"
+            arguments |= {"nargs": "+"} if arguments.pop("several", False) else {}
             parser.add_argument(prefix + each.name, **arguments)
 
     def check_values(self) -> None:
@@ -152,7 +167,8 @@ class Command:
 
 
 def option(default: Any, text: str, **given: Any) -> Any:
-    """A field for an option with its text of `--help`; `...` makes it required, `given` goes to `add_argument`."""
+    """A field for an option with its text of `--help`; `...` makes it required, `given` goes to `add_argument`;
+    `several=True` makes a command for each of several values."""
     if default is ...:
         return field(metadata={"help": text, "required": True, **given})
     return field(default=default, metadata={"help": text, "default": default, **given})

@@ -8,6 +8,7 @@ Must hold: nothing is measured, and no process is started.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf, isinf, prod
@@ -47,13 +48,19 @@ class OnCluster(Command):
     model: str = option(..., "a folder with a config.json, such a file, or a name on the Hugging Face Hub")
     cluster: str = option(..., "a YAML file, or the name of a cluster that hf_helix brings")
     gpus: str | None = option(
-        None, "as many devices, in nodes like those of the cluster; or nodes x devices of a node, such as 2x4"
+        None,
+        "as many devices, in nodes like those of the cluster; or nodes x devices of a node, such as 2x4; or several",
+        several=True,
     )
     network: str | None = option(
         None,
-        "another network: faster by a factor, such as x2 or x0.5, or a node's speed, such as 10gbit or 10gbit,50us",
+        "another network: faster by a factor, such as x2 or x0.5, or a node's links, such as 10gbit, 10gbit,50us, "
+        "8x400gbit or 8xndr; or several",
+        several=True,
     )
-    sequence_length: int = option(4096, "tokens in a sequence, such as 8192 or 8k (8,000)", type=length)
+    sequence_length: int = option(
+        4096, "tokens in a sequence, such as 8192 or 8k (8,000); or several", type=length, several=True
+    )
     images_per_row: int | None = option(
         None,
         "images in a row, for a model with a tower of images; 1 where its work can be counted. Images are square, of "
@@ -81,9 +88,14 @@ class OnCluster(Command):
             cluster = _resized(cluster, self.gpus)
         return cluster if self.network is None else _linked(cluster, self.network)
 
-    def simulated_model(self, cluster: Cluster) -> SimulatedModel:
+    def simulated_model(self, cluster: Cluster, like: SimulatedModel | None = None) -> SimulatedModel:
         """Returns the model, with adapters if they are asked for. Raises ValueError if adapters cannot be made, or an
-        option is about experts and the model has none."""
+        option is about experts and the model has none.
+
+        Args:
+            cluster: the cluster.
+            like: the same model on a cluster of such devices, whose counts serve again; None for none.
+        """
         from hf_helix.doctor.simulated import SimulatedModel
 
         path, rank = configuration_file(self.model), self.lora_r
@@ -103,7 +115,10 @@ class OnCluster(Command):
             return adapted_on_meta(path, rank, self.target_modules, TYPES[self.dtype] or torch.float32)
 
         adapters = {"lora_r": rank, "target_modules": self.target_modules, "dtype": self.dtype} if rank else {}
-        simulated = SimulatedModel(adapted if rank else path, cluster, images, kept_amounts(path, images, adapters))
+        simulated = like.on(cluster) if like is not None else None
+        simulated = simulated or SimulatedModel(
+            adapted if rank else path, cluster, images, kept_amounts(path, images, adapters)
+        )
         if images and not simulated.image_tokens:
             raise ValueError(f"--images_per_row {images}: {simulated.name} has no tower of images; leave it out")
         simulated.check_length(self.sequence_length)
@@ -271,27 +286,40 @@ def _table(steps: Mapping[str, Step]) -> str:
 def _linked(cluster: Cluster, network: str) -> Cluster:
     """Returns a cluster with other links between nodes: faster by a factor, "x2", or of a speed, "10gbit"."""
     try:
-        speed, factor = None, float(network.removeprefix("x"))
+        count, speed, factor = 1, None, float(network.removeprefix("x"))
     except ValueError:
-        speed, factor = _speed(network), 1.0
+        (count, speed), factor = _links(network), 1.0
     if not 0 < factor < inf:
         raise ValueError(f"--network {network}: give a factor above 0, such as x2 for twice the bandwidth")
     if cluster.nodes == 1:
         raise ValueError(f"--network {network}: one node has no network; leave it out, or ask for more with --gpus")
-    link = replace(cluster.network, bandwidth=factor * cluster.network.bandwidth)
-    if speed is not None and speed.rate:  # of a link that the devices of a node share
-        link = replace(
-            link, bandwidth=speed.rate / 8, latency=speed.latency or link.latency, devices=cluster.devices_per_node
-        )
-    return replace(cluster, network=link, name=f"{cluster.name}, network {speed or f'x{factor:g}'}")
+    link, per_node = replace(cluster.network, bandwidth=factor * cluster.network.bandwidth), cluster.devices_per_node
+    if speed is not None and speed.rate:  # of links that the devices of a node share
+        links = count if per_node % count == 0 else 1  # unequal shares count as one link
+        rate = speed.rate * count / links
+        link = replace(link, bandwidth=rate / 8, latency=speed.latency or link.latency, devices=per_node // links)
+    text = f"{count} x {speed}" if count > 1 else str(speed or f"x{factor:g}")
+    return replace(cluster, network=link, name=f"{cluster.name}, network {text}")
 
 
-def _speed(network: str) -> LinkSpeed:
+NETWORKS = {"edr": "100gbit", "hdr": "200gbit", "ndr": "400gbit", "xdr": "800gbit"}
+"""Names of InfiniBand links, and their speeds."""
+
+
+def _links(network: str) -> tuple[int, LinkSpeed]:
+    """Returns the number of a node's links, and the speed of each: of 10gbit, 100gbe, 8x400gbit, 8xndr,5us."""
+    number, times, rest = network.lower().partition("x")
+    number, rest = (number, rest) if times and number.isdecimal() else ("1", network.lower())
+    first, comma, latency = rest.partition(",")
+    speed = re.sub(r"gbe$", "gbit", NETWORKS.get(first, first))
     try:
-        return parse_link(network)
+        count = int(number)
+        if count < 1:
+            raise ValueError(f"{count} links")
+        return count, parse_link(speed + comma + latency)
     except ValueError as error:
         raise ValueError(
-            f"--network {network}: give a factor, such as x2, or a node's speed, such as 10gbit"
+            f"--network {network}: give a factor, such as x2, or a node's links, such as 10gbit, 8x400gbit, or 8xndr"
         ) from error
 
 

@@ -79,6 +79,7 @@ class Counter:
             tokens,
             reason,
             model_digest(self.base, with_types=False),
+            sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad),
         )
 
     def amounts(self, case: Case, backend: str, images: int, crossing: Collection[str]) -> Amounts:

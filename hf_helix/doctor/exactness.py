@@ -86,6 +86,21 @@ def statistics_of(ratios: Sequence[float]) -> tuple[float, float, float]:
     )
 
 
+def _runs_like(case: Case, experts: int) -> tuple[Sequence[PublishedRun], str]:
+    """Returns the published runs to compare a case with, of its kind or all if these are few, and their description."""
+    kind = kind_of(case, experts)
+    runs = [run for run in published_runs() if run.kind == kind]
+    if len(runs) < FEWEST:
+        return published_runs(), f", {len(runs) or 'none'} of this kind ({kind})"
+    return runs, f" of this kind ({kind})"
+
+
+def range_of(case: Case, experts: int = 1) -> tuple[float, float]:
+    """Returns the least and the largest seconds of a case that published runs like it make likely, in parts of the
+    predicted ones; `experts` of a layer of the model."""
+    return error_of(_runs_like(case, experts)[0])
+
+
 def error_line(case: Case, cluster: Cluster, experts: int = 1) -> str:
     """Returns the sentence about the error of a case.
 
@@ -94,11 +109,7 @@ def error_line(case: Case, cluster: Cluster, experts: int = 1) -> str:
         cluster: whose devices the sentence names, if no run is of them.
         experts: of a layer of the model.
     """
-    kind = kind_of(case, experts)
-    runs, about = [run for run in published_runs() if run.kind == kind], f" of this kind ({kind})"
-    if len(runs) < FEWEST:
-        about = f", {len(runs) or 'none'} of this kind ({kind})"
-        runs = list(published_runs())
+    runs, about = _runs_like(case, experts)
     low, high = (_side(ratio) for ratio in error_of(runs))
     device = cluster.device.name.lower().replace(" ", "")
     known = any(run.hardware in device for run in runs)

@@ -8,10 +8,10 @@ Must hold: the text names parts of a step without a figure; every dropped layout
 from collections.abc import Callable, Iterator, Sequence
 from textwrap import fill
 
-from hf_helix.config import AUTO, OFFLOAD
-from hf_helix.doctor.case import Case
+from hf_helix.config import AUTO, OFFLOAD, format_rate
+from hf_helix.doctor.case import PARAMETER, Case
 from hf_helix.doctor.estimate import used_rings
-from hf_helix.doctor.exactness import error_line
+from hf_helix.doctor.exactness import error_line, range_of
 from hf_helix.doctor.layouts import CLOSE, HEADROOM, Dropped, Ranking, is_plain
 from hf_helix.doctor.memory import bytes_text, needs_text
 from hf_helix.doctor.step import Step
@@ -125,12 +125,67 @@ def roomier_text(best: Step, cluster: Cluster) -> str:
     )
 
 
-def training_line(step: Step, tokens: int, cluster: Cluster) -> str:
-    """Returns the time of a training of some tokens, at the predicted speed of a step."""
-    seconds = tokens / step.tokens_per_second
-    time = f"{seconds / 86400:,.1f} days" if seconds >= 86400 else f"{seconds / 3600:,.1f} hours"
-    hours = seconds / 3600 * cluster.devices
-    return f"  {tokens / 1e9:,.4g}B tokens take {time}, {hours:,.0f} device hours, at the predicted speed"
+def training_line(step: Step, tokens: int, cluster: Cluster, experts: int = 1) -> str:
+    """Returns the time of a training of some tokens, at the predicted speed of a step, and its range.
+
+    Args:
+        step: the step.
+        tokens: of the training.
+        cluster: the cluster.
+        experts: of a layer of the model.
+    """
+    seconds, (low, high) = tokens / step.tokens_per_second, range_of(step.case, experts)
+    unit, length = ("days", 86400) if seconds >= 86400 else ("hours", 3600)
+    time, hours = seconds / length, seconds / 3600 * cluster.devices
+    return (
+        f"  {tokens / 1e9:,.4g}B tokens take {time:,.1f} {unit}, {hours:,.0f} device hours, as predicted,\n"
+        f"  and {low * time:,.1f} to {high * time:,.1f} {unit}, {low * hours:,.0f} to {high * hours:,.0f} device hours "
+        "with the error of published runs"
+    )
+
+
+def alone_line(step: Step, alone: Step | None, cluster: Cluster) -> str:
+    """Returns the speed of a step in parts of one device's; None if the model does not fit one."""
+    device = cluster.device.name
+    if alone is None:
+        return f"  one device    {'':>10}       of {device} does not hold the training"
+    ratio = step.tokens_per_second / alone.tokens_per_second
+    return (
+        f"  one device    {alone.seconds:10.3f} s     {alone.tokens_per_second:,.0f} tokens/s: {cluster.devices} are "
+        f"{ratio:.2f}x one {device}, {ratio / cluster.devices:.0%} of {cluster.devices}x"
+    )
+
+
+def checkpoint_line(trained: int, case: Case) -> str:
+    """Returns the bytes of a checkpoint: trained weights in fp32, and the states of the optimizer."""
+    weights, states = PARAMETER * trained, case.state_bytes * trained
+    return (
+        f"  checkpoint    {bytes_text(weights + states):>13}    {bytes_text(weights)} of trained weights in fp32, "
+        f"{bytes_text(states)} of optimizer states"
+    )
+
+
+def answer_lines(answers: Sequence[tuple[Cluster, int, Step | str]]) -> Iterator[str]:
+    """Yields a table of answers: each with its cluster, the tokens of a sequence, and the proposed step or the reason
+    for none. Speeds of a device are compared with the first answer's."""
+    yield (
+        f"{'devices':<9}{'network':<22}{'sequence':>9}  {'layout':<28}{'tokens/s':>11}{'of a device':>13}"
+        f"{'of the first':>14}{'memory':>10}"
+    )
+    first: float | None = None
+    for cluster, length, found in answers:
+        rate, sharing = format_rate(8 * cluster.network.bandwidth), cluster.network.devices
+        network = f"{rate} for {sharing} each" if cluster.nodes > 1 else "one node"
+        start = f"{cluster.devices:<9}{network:<22}{length:>9,}  "
+        if isinstance(found, str):
+            yield start + found
+            continue
+        speed = found.tokens_per_second / cluster.devices
+        first = speed if first is None else first
+        yield (
+            f"{start}{size_text(found.case.sizes):<28}{found.tokens_per_second:>11,.0f}{speed:>13,.0f}"
+            f"{speed / first:>14.0%}{bytes_text(found.memory.total):>10}"
+        )
 
 
 def _network_text(cluster: Cluster, sizes: Sizes) -> str:

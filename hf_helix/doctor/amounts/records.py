@@ -206,3 +206,4 @@ class Facts:
     image_tokens: int  # the tokens of an image; 0 without a tower whose work can be counted
     without_images: str  # why a tower is not counted
     digest: str  # of its parameters, see `hf_helix.tuning.cache.model_digest`
+    trained: int  # elements of its trained parameters

@@ -16,6 +16,7 @@ from support.paths import ROOT
 from transformers import MixtralConfig
 
 from hf_helix.cli import main
+from hf_helix.cli.doctor import DoctorCommand
 from hf_helix.cli.options import length, parse_count
 from hf_helix.cli.simulate import SimulateCommand
 from hf_helix.config import HelixConfig
@@ -199,6 +200,24 @@ def test_a_capacity_of_experts_is_in_the_file(
     assert not (tmp_path / "cache" / "layouts").exists(), "a run is told nothing that was only supposed"
 
 
+def test_several_questions_are_one_table(small: Path, capsys: Any):
+    main(words_of("doctor", small, "--batch_tokens", "2k", "--gpus", 1, 2, "--sequence_length", 64, 128))
+    head, *rows = capsys.readouterr().out.splitlines()[2:]
+    assert head.split()[:3] == ["devices", "network", "sequence"]
+    assert [row.split()[0] for row in rows] == ["1", "1", "2", "2"]
+    assert [row.split()[3] for row in rows] == ["64", "128"] * 2
+
+
+@pytest.mark.parametrize(
+    ("network", "devices_per_link", "gbit"),
+    [("8x400gbit", 1, 400), ("8xndr,5us", 1, 400), ("2xhdr", 4, 200), ("3x100gbe", 8, 300), ("x2", 1, 800)],
+)
+def test_networks_have_usual_names(network: str, devices_per_link: int, gbit: float):
+    words = {"model": TINY, "cluster": "h100x8", "gpus": "16", "network": network}
+    found = DoctorCommand(**words).scaled_cluster().network
+    assert (found.devices, found.bandwidth * 8 / 1e9) == (devices_per_link, pytest.approx(gbit))
+
+
 def test_a_model_that_no_layout_holds_is_refused_with_all_reasons(capsys: Any, tmp_path: Path):
     tiny = cluster_file(tmp_path / "tiny.yaml", memory_gb=0.0001)
     said = refused(capsys, words_of("doctor", tiny, "--batch_tokens", 256))
@@ -223,8 +242,12 @@ def test_a_model_that_no_layout_holds_is_refused_with_all_reasons(capsys: Any, t
         (["--expert_capacity_factor", "0.5"], "--expert_capacity_factor 0.5: give 1 or more, such as 1.25"),
         (["--expert_capacity_factor", "2", "--imbalance", "1.5"], "--imbalance 1.5: with --expert_capacity_factor"),
         (["--expert_capacity_factor", "2"], "--expert_capacity_factor 2: LlamaForCausalLM has no experts; leave it"),
-        (["--network", "fast"], "--network fast: give a factor, such as x2, or a node's speed, such as 10gbit"),
+        (
+            ["--network", "fast"],
+            "--network fast: give a factor, such as x2, or a node's links, such as 10gbit",
+        ),
         (["--network", "x2"], "--network x2: one node has no network"),
+        (["--gpus", "1", "2", "--html", "page.html"], "--html is about one answer; give one --gpus, --network and"),
         (["--gpus", "2x"], "--gpus 2x: give 1 or more devices, such as 16, or nodes x devices, such as 2x4"),
         (["--gpus", "3"], "--gpus 3: nodes have 2 devices each; give a multiple, such as 4"),
         (["--gpus", "4"], "--gpus 4: two CPUs has no `network`, which more than 2 devices need"),

@@ -5,9 +5,18 @@ from dataclasses import replace
 import pytest
 from support.simulated import case_of, cluster_with, counted, on_meta
 
+from hf_helix.doctor.exactness import range_of
 from hf_helix.doctor.layouts import Dropped, Ranking
 from hf_helix.doctor.memory import Memory
-from hf_helix.doctor.report import help_lines, ranking_lines, roomier_text, training_line
+from hf_helix.doctor.report import (
+    alone_line,
+    answer_lines,
+    checkpoint_line,
+    help_lines,
+    ranking_lines,
+    roomier_text,
+    training_line,
+)
 from hf_helix.doctor.rivals import FSDP, HSDP, RivalStep
 from hf_helix.doctor.step import Step, simulate_step
 from hf_helix.doctor.window import Fidelity
@@ -70,7 +79,22 @@ def test_of_layouts_too_close_to_tell_the_one_with_room_is_proposed(step: Step) 
     assert Ranking([with_memory(0.99, 0.9), full, near], []).proposed(CLUSTER).memory.total == 0.9 * memory
     assert "3.0% of the memory free" in roomier_text(full, CLUSTER)
     tokens = step.tokens_per_second * 86400 * 2
-    assert training_line(step, int(tokens), CLUSTER).endswith(" take 2.0 days, 96 device hours, at the predicted speed")
+    said = training_line(step, int(tokens), CLUSTER)
+    low, high = range_of(step.case)
+    assert " take 2.0 days, 96 device hours, as predicted," in said
+    assert f"and {2 * low:.1f} to {2 * high:.1f} days, {96 * low:.0f} to {96 * high:.0f} device hours" in said
+
+
+def test_a_step_is_compared_with_one_device_and_other_answers(step: Step) -> None:
+    line = alone_line(step, slower(step, 1.8), CLUSTER)
+    assert f"2 are 1.80x one {CLUSTER.device.name}, 90% of 2x" in line
+    assert "does not hold the training" in alone_line(step, None, CLUSTER)
+    assert "12.0 MB    4.0 MB of trained weights in fp32, 8.0 MB of optimizer" in checkpoint_line(10**6, step.case)
+    one = cluster_with(devices_per_node=1)
+    answers = [(one, 64, slower(step, 1.8)), (CLUSTER, 64, step), (CLUSTER, 128, "no layout fits")]
+    _, *rows = answer_lines(answers)
+    assert [share([row], row[:1]) for row in rows[:2]] == ["100%", "90%"]
+    assert rows[2].endswith("no layout fits")
 
 
 def test_the_gain_is_over_the_best_rival_that_fits(step: Step) -> None:
