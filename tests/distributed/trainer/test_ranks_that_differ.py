@@ -35,7 +35,8 @@ LAYOUTS = [({"tp_size": 2}, 1), *(slow(*layout) for layout in SLOW)]
 def made(folder: str, helix: Helix, training: dict[str, Any] | None = None, **options: Any) -> Trainer:
     helix = None if helix is None else {"plan": "sequential", **helix}
     data = {"train_dataset": sequences(24), "eval_dataset": sequences(4, seed=9)}
-    return build(folder, helix, training, model=tiny(num_hidden_layers=2), **{**data, **options})
+    layers = 2 * (helix or {}).get("pp_size", 1)
+    return build(folder, helix, training, model=tiny(num_hidden_layers=layers), **{**data, **options})
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------
