@@ -21,12 +21,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
-from hf_helix.runtime.distributed.agreement import all_gather_object, decide_on_rank_0, on_all_ranks, remote_error
+from hf_helix.runtime.distributed.agreement import (
+    all_gather_object,
+    decide_on_rank_0,
+    error_text,
+    on_all_ranks,
+    remote_error,
+)
 from hf_helix.runtime.distributed.mesh import rank, world_size
-from hf_helix.runtime.failures.exchange import Exchange
+from hf_helix.runtime.failures.exchange import StoreExchange
 
 LARGEST_SHARE = 0.8
 """The largest part of the host's free memory that copies may take. The rest is for dirty pages of the files, and for
@@ -73,7 +80,7 @@ class BackgroundSave:
         writes: Sequence[Writes],
         publish: Callable[[], object],
         abandon: Callable[[], object],
-        exchange: Exchange,
+        exchange: StoreExchange,
         yields: bool,
     ) -> None:
         self._writes, self._publish, self._abandon = writes, publish, abandon
@@ -115,11 +122,11 @@ class BackgroundSave:
             results: list[Any] = []
             mine = _attempt(lambda: results.extend(each.write() for each in self._writes))
             self._has_written.set()
-            of_ranks = self._exchange.gather((results, _text(mine)))
+            of_ranks = self._exchange.gather((results, error_text(mine)))
             failed = next(((other, text) for other, (_, text) in enumerate(of_ranks) if text), None)
             if rank() == 0 and failed is None:
                 mine = _attempt(lambda: self._complete([results for results, _ in of_ranks]))
-                failed = (0, _text(mine)) if mine is not None else None
+                failed = (0, error_text(mine)) if mine is not None else None
             if rank() == 0 and failed is not None:
                 _attempt(self._abandon)
             failed = self._exchange.answer(failed)
@@ -142,10 +149,6 @@ def _attempt(step: Callable[[], object]) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def _text(error: Exception | None) -> str:
-    return f"{type(error).__name__}: {error}" if error is not None else ""
 
 
 def _yield_cores() -> None:
@@ -207,22 +210,17 @@ def _advise(memory: mmap.mmap, advice: str) -> None:
 
 
 def has_room(count: int) -> bool:
-    """Returns whether the host has room for `count` bytes of every rank on it; True on a system that does not say."""
-    free = _free_memory()
+    """Returns whether the host has room for `count` bytes of every rank on it."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
-    return free is None or count * ranks <= LARGEST_SHARE * free
+    return count * ranks <= LARGEST_SHARE * _free_memory()
 
 
-def _free_memory() -> int | None:
-    """Returns the bytes of memory that the host, or the container, can still give; None if it does not say."""
-    free: int | None = None
-    with contextlib.suppress(OSError):
-        rows = dict(row.split(":", 1) for row in Path("/proc/meminfo").read_text().splitlines())
-        free = int(rows["MemAvailable"].split()[0]) * 1024
+def _free_memory() -> int:
+    """Returns the bytes of memory that the host, or the container, can still give."""
+    free: int = psutil.virtual_memory().available
     group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):  # "max" for no limit
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
         counts = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
-        left = limit - used + int(counts["inactive_file"])
-        free = left if free is None else min(free, left)
+        free = min(free, limit - used + int(counts["inactive_file"]))
     return free

@@ -28,7 +28,7 @@ from hf_helix.engine.synthetic import model_on_meta
 from hf_helix.models.derived.family import Family
 from hf_helix.models.derived.towers import IMAGES
 from hf_helix.models.graph.experts import is_experts
-from hf_helix.models.registry import check_ranks, family_for, family_of
+from hf_helix.models.registry import family_for, family_of
 from hf_helix.models.stock.peft import base_of
 from hf_helix.operators.experts.moe import assuming
 from hf_helix.operators.units.unit import Unit
@@ -92,7 +92,6 @@ class Counter:
             crossing: the axes between nodes.
         """
         sizes = case.sizes
-        check_ranks(self.base, sizes.tp)
         family_for(self.base, sizes.tp)
         kinds = self.kinds(bool(case.layers_per_stage))
         run = TYPES[case.dtype], backend, kinds, sizes.dp, images, crossing
@@ -242,7 +241,6 @@ def check_cut(model: Any, kinds: Kinds, config: HelixConfig) -> None:
 
     def reason(tp_size: int) -> ValueError | None:
         try:
-            check_ranks(base_of(model), tp_size)
             family_for(base_of(model), tp_size)
             tried = replace(config, tp_size=tp_size, pp_size=1)
             _declared(model, tried, _mesh_of(tried), replace(kinds, halved=()), None)

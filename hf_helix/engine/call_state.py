@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from hf_helix.engine.cut.snapshot import mark
 from hf_helix.models.stock.peft import base_of
 from hf_helix.runtime.deferred_backward import modes_kept
 
@@ -32,11 +33,11 @@ class CallState:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._base, self._device = model, base_of(model), device
         self._adapted = {path: each for path, each in model.named_modules() if hasattr(each, _OF_ADAPTERS[0])}
-        self._buffers = {name: _mark(buffer) for name, buffer in model.named_buffers()}
+        self._buffers = {name: mark(buffer) for name, buffer in model.named_buffers()}
 
     def compared(self) -> dict[str, Any]:
         """Returns the state that changes results: calls with equal arguments and equal states are alike."""
-        buffers = {name: each for name, each in self._model.named_buffers() if _mark(each) != self._buffers.get(name)}
+        buffers = {name: each for name, each in self._model.named_buffers() if mark(each) != self._buffers.get(name)}
         adapters = {path: self._adapters_of(module) for path, module in self._adapted.items()}
         return {_GENERATION: getattr(self._base, _GENERATION, None), "adapters": adapters, "buffers": buffers}
 
@@ -85,11 +86,6 @@ def _changed(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
-
-
-def _mark(buffer: Tensor) -> tuple[int, int]:
-    """Returns what changes with each write to a buffer, and with each replacement."""
-    return id(buffer), -1 if buffer.is_inference() else buffer._version
 
 
 def _autocast_of(kind: str) -> tuple[bool, torch.dtype]:

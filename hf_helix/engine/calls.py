@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from hf_helix.engine.call_state import CallState
 from hf_helix.models.direct_use import is_direct_use_allowed
 from hf_helix.runtime.distributed import agreement
-from hf_helix.runtime.distributed.agreement import agree_on_action, all_gather_object, meet
+from hf_helix.runtime.distributed.agreement import agree_on_action, all_gather_object, error_text, meet
 from hf_helix.runtime.distributed.contents import arguments_number
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.distributed.random_state import State, read_random, write_random
@@ -148,20 +148,22 @@ class Calls:
         result: Any = None
         own: Exception | None = None
         texts = []
-        turns = {(each.name, each.number): each for each in reversed(here)}
+        turns: dict[tuple[str, int], Request] = {}
+        for each in here:
+            turns.setdefault((each.name, each.number), each)
         with self._running():
-            for key in dict.fromkeys((each.name, each.number) for each in here):
+            for key, request in turns.items():
                 is_mine, error = mine is not None and (mine.name, mine.number) == key, None
                 try:
                     if is_mine and call is not None:
-                        write_random(turns[key].random, device)
+                        write_random(request.random, device)
                         result = call()
                     else:
-                        self._run_for_another(turns[key])
+                        self._run_for_another(request)
                 except Exception as raised:
                     error = raised
                 own = error if is_mine else own
-                texts.append(f"{type(error).__name__}: {error}" if error is not None else "")
+                texts.append(error_text(error))
         self._check_errors(all_gather_object(texts))
         if own is not None:
             raise own

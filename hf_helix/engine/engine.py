@@ -615,11 +615,10 @@ class Engine(Diagnostics):
         optimizer stay (Adagrad). Collective.
 
         Args:
-            optimizer: perhaps inside Accelerate's wrapper.
+            optimizer: the optimizer itself, without Accelerate's wrapper.
             reads_matrices: whether the optimizer reads whole matrices, so that one rank steps each.
         """
         rank_units, streams = self.runner.rank_units, self.runner.executor.streams
-        optimizer = getattr(optimizer, "optimizer", optimizer)
         if steps_shards(optimizer):  # as at a second `train()`
             return
         local = local_parameters(self.model, rank_units, self.mesh)

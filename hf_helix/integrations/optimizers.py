@@ -270,8 +270,13 @@ class _StepArguments(tuple[Any, ...]):
 
 def hand_over(engine: Engine, optimizer: Any) -> None:
     """Hands this rank's parts of the model to an accepted optimizer, also in Accelerate's wrapper. Collective."""
-    inside = getattr(optimizer, "optimizer", optimizer)
-    engine.step_shards(optimizer, reads_matrices=granularity_of(inside) == MATRIX)
+    inside = unwrapped(optimizer)
+    engine.step_shards(inside, reads_matrices=granularity_of(inside) == MATRIX)
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Returns the optimizer inside Accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def watch_steps(engine: Engine, meets: bool = False) -> None:
@@ -286,12 +291,14 @@ def watch_steps(engine: Engine, meets: bool = False) -> None:
     owned, alive = {*rank_units.all_placements, *rank_units.shards.values()}, weakref.ref(engine)
 
     def take_over(optimizer: Any, args: Any, kwargs: Any) -> Any:
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        owner = alive()
-        if meets and owner is not None and (steps_shards(optimizer) or not owned.isdisjoint(held)):
+        owner, is_handed = alive(), steps_shards(optimizer)
+        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if owner is None or not (is_handed or any(parameter in owned for parameter in held)):
+            return args, kwargs
+        if meets:
             with watched():
                 agree_on_action("optimizer.step() is called")
-        if owner is not None and not steps_shards(optimizer) and not owned.isdisjoint(held):
+        if not is_handed:
             _check_optimizer_class("optimizer", optimizer, config)
             hand_over(owner, optimizer)
             args = _StepArguments(args)  # from the next step on, the optimizer enters the context itself

@@ -59,8 +59,9 @@ def family_for(model: Any, tp_size: int) -> Family:
     then the model gets one, which `family_of` returns from then on.
 
     Raises:
-        ValueError: see `family_of`.
+        ValueError: see `check_ranks` and `family_of`.
     """
+    check_ranks(model, tp_size)
     return _derived(model) if _shares_keys(model, tp_size) else family_of(model)
 
 

@@ -71,9 +71,7 @@ class Snapshot:
 
     def _marks(self) -> list[object]:
         """Returns what changes with each write to a buffer, and with each replacement."""
-        buffers = [values.get(key) for values, key in self._buffers]
-        versions = (None if each is None or each.is_inference() else each._version for each in buffers)
-        return [*zip(map(id, buffers), versions, strict=True)]
+        return [mark(values.get(key)) for values, key in self._buffers]
 
     @property
     def has_buffers(self) -> bool:
@@ -132,6 +130,11 @@ class Snapshot:
                 f"{change} since the model was cut, which training would not follow; change it before HelixTrainer or "
                 "HelixPlugin.prepare is given the model, or save the model and go on with from_pretrained(folder)"
             )
+
+
+def mark(buffer: Tensor | None) -> tuple[int, int | None]:
+    """Returns what changes with each write to a buffer, and with each replacement."""
+    return id(buffer), None if buffer is None or buffer.is_inference() else buffer._version
 
 
 _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}

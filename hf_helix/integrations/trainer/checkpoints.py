@@ -35,8 +35,9 @@ from hf_helix.checkpoint.whole import (
     read_schedule,
     with_remedy,
 )
+from hf_helix.integrations.optimizers import unwrapped
 from hf_helix.integrations.trainer.decisions import prepare_for_interrupts
-from hf_helix.integrations.trainer.saving import SavingHooks, unwrapped
+from hf_helix.integrations.trainer.saving import SavingHooks
 from hf_helix.integrations.upstream import overrides
 from hf_helix.planning.timing.sizes import Sizes, size_text
 from hf_helix.runtime.distributed.agreement import agree_on_action, decide_on_rank_0

@@ -95,12 +95,12 @@ class EvaluationHooks(TrainerAttributes):
         Returns:
             The loss, the logits [batch, sequence, vocabulary] and the labels, as the stock method.
         """
+        agree_on_action("a batch is evaluated", mesh=self.helix.mesh, given=[inputs])
         if self.helix.ends_at_decoder:
             return self._own_prediction(model, inputs, prediction_loss_only, ignore_keys)
         keeps = not prediction_loss_only and "logits" not in (ignore_keys or ())
         if not prediction_loss_only:
             check_outputs(self.model.config, ignore_keys)
-        agree_on_action("a batch is evaluated", mesh=self.helix.mesh, given=[inputs])
         batch = self._prepare_inputs(inputs)
         labels = batch.get("labels")
         scale = self.loss_scale(self._get_num_items_in_batch([batch], self.args.device))
@@ -112,7 +112,6 @@ class EvaluationHooks(TrainerAttributes):
 
     def _own_prediction(self, *arguments: Any) -> Any:
         """Returns the stock method's results of a loss of the user's own, with full logits."""
-        agree_on_action("a batch is evaluated", mesh=self.helix.mesh, given=[arguments[1]])
         assert self.helix.called_decoder is not None
         self.helix.called_decoder.step = self.state.global_step
         with self.helix.together(), self._gathering():

@@ -33,13 +33,14 @@ from hf_helix.checkpoint.claims import make_unfinished
 from hf_helix.checkpoint.manifest import Manifest, describe_parameters
 from hf_helix.checkpoint.training_state import Generators, begin_saving_states, generators, named_states, save_states
 from hf_helix.checkpoint.whole import GENERATORS, OPTIMIZER, is_complete
+from hf_helix.integrations.optimizers import unwrapped
 from hf_helix.integrations.trainer.preemption import PreemptionHooks
 from hf_helix.integrations.upstream import overrides
 from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_success, decide_on_rank_0
 from hf_helix.runtime.distributed.groups import host_name
 from hf_helix.runtime.distributed.mesh import rank, world_size
 from hf_helix.runtime.divided import full_of, plain_parameters
-from hf_helix.runtime.failures.exchange import Exchange
+from hf_helix.runtime.failures.exchange import StoreExchange
 from hf_helix.runtime.failures.heartbeat import RankFailure, watched
 from hf_helix.runtime.local_parameters import LocalParameter, local_parameters
 from hf_helix.runtime.notices import say
@@ -85,7 +86,7 @@ class SavingHooks(PreemptionHooks):
     _writes: list[Writes] | None = None  # the rest of a save that goes on while training does; None if training waits
     _pushes: bool = False  # whether to upload the checkpoint after publication
     _pending: PendingSave | None = None
-    _exchange: Exchange | None = None
+    _exchange: StoreExchange | None = None
     _copies: Copies
     _has_said_why: bool = False  # whether the run has said why training waits for its saves
     _epoch_generators: Generators | None = None  # generator states at the start of the epoch
@@ -148,7 +149,7 @@ class SavingHooks(PreemptionHooks):
             self._health.check()
             staging = decide_on_rank_0(lambda: _stage(Path(folder)))
             if self._exchange is None:
-                self._exchange, self._copies = Exchange(), Copies()
+                self._exchange, self._copies = StoreExchange(), Copies()
             self._copies.begin()
             self._staging, self._pushes, self._writes = str(staging), False, None if waits else []
             try:
@@ -377,8 +378,3 @@ def _copied(state: TrainerState) -> TrainerState:
     copied = copy.copy(state)
     copied.log_history = list(state.log_history)
     return copied
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """Returns the optimizer inside Accelerate's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)

@@ -183,12 +183,17 @@ def agree_on_success(error: Exception | None) -> None:
         Exception: this rank's own error.
         ValueError: the error of another rank, with its number.
     """
-    errors = all_gather_object(f"{type(error).__name__}: {error}" if error else "")
+    errors = all_gather_object(error_text(error))
     if error is not None:
         raise error
     failed = next((rank for rank, text in enumerate(errors) if text), None)
     if failed is not None:
         raise remote_error(failed, errors[failed])
+
+
+def error_text(error: Exception | None) -> str:
+    """Returns an error as text, for other ranks; empty for none."""
+    return f"{type(error).__name__}: {error}" if error is not None else ""
 
 
 def remote_error(rank: int, text: str) -> Exception:

@@ -22,7 +22,7 @@ from hf_helix.runtime.failures.restarts import connect_store
 _TURN = timedelta(days=365)
 
 
-class Exchange:
+class StoreExchange:
     """Two turns through the store, as often as needed, by one thread at a time. Making one is collective."""
 
     def __init__(self) -> None:

@@ -16,11 +16,12 @@ import threading
 from datetime import timedelta
 from typing import Any
 
-from hf_helix.runtime.distributed.mesh import rank, world_size
+from hf_helix.runtime.distributed.mesh import world_size
+from hf_helix.runtime.failures.exchange import StoreExchange
 from hf_helix.runtime.failures.restarts import connect_store
 
 _FOREVER = timedelta(days=365)
-_REQUEST, _LIMIT = "request", "limit"
+_REQUEST = "request"
 _ASKED, _OVER = "asked", "over"
 _LOOK = 1.0  # seconds after which a waiting rank looks whether its thread is alive
 
@@ -42,6 +43,7 @@ class Preemption:
         store: Any = connect_store()
         self._store = store
         self._second = store.clone()  # a store serves one request at a time, and the thread waits
+        self._exchange = StoreExchange()
         self._thread = threading.Thread(target=self._listen, name="hf_helix-preemption", daemon=True)
         self._thread.start()
 
@@ -87,21 +89,7 @@ class Preemption:
         self.is_requested = True
         with self._changed:
             mine = self._post()
-        self._store.set(f"post/{rank()}", _text(mine))
-        if rank() == 0:
-            keys = [f"post/{each}" for each in range(world_size())]
-            self._store.wait(keys, _FOREVER)
-            self._store.set(_LIMIT, _text(max(_place(self._store.get(key)) for key in keys)))
-        self._store.wait([_LIMIT], _FOREVER)
+        limit = self._exchange.answer(max(self._exchange.gather(mine), default=None))
         with self._changed:
-            self._limit = _place(self._store.get(_LIMIT))
+            self._limit = limit
             self._changed.notify_all()
-
-
-def _text(place: Place) -> str:
-    return f"{place[0]} {place[1]}"
-
-
-def _place(text: bytes) -> Place:
-    step, count = text.decode().split()
-    return int(step), int(count)
