@@ -191,8 +191,8 @@ def _with_nothing_beside(step: Step, amounts: Amounts, layout: Layout, cluster: 
         sent = [Transfer(axis, "all_gather", axes[axis].sent(count * ELEMENT[case.dtype])) for axis, count in parts]
         gathers = max(gathers, sum(transfer_seconds(each, axes[each.axis], cluster) for each in sent))
     profile = profile_of(amounts, case, cluster, whole=True)
-    names = profile.layout.reduction_names
-    sums = max(sum(profile.times[names[number]] for number in profile.layout.reductions_of(rank)) for rank in ranks)
+    traffic = (profile.layout.traffic_of(rank) for rank in ranks)
+    sums = max(sum(profile.times[each.named_operators[0][0]] for each in own if each.adders) for own in traffic)
     return replace(step, sums=sums, optimizer=step.optimizer + gathers)
 
 

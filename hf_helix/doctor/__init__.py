@@ -5,7 +5,7 @@ simulated     the layouts of a model on simulated ranks: the amounts of a rank, 
 counting      counts a model on the meta device
 amounts/      the amounts of operators, counted on the meta device
 estimate      amounts and a cluster -> a profile
-reductions    gradient reductions and gathers of weights, once in a window
+traffic       gradient reductions and gathers of weights, and their times
 window        the seconds of a window, whole or, for a search, with few layers
 memory        the memory of a rank, by part: of weights, of states, and the peak of a window
 step          an optimizer step: time, throughput, memory

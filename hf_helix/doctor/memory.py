@@ -22,12 +22,13 @@ from hf_helix.doctor.amounts.records import Adders, Amounts, Gradient, Storage, 
 from hf_helix.doctor.case import ELEMENT, GRADIENT, PARAMETER, Case
 from hf_helix.planning.choice.memory import Passes, Peak
 from hf_helix.planning.graph.operator import Kind, Part
+from hf_helix.planning.parameters import BUCKET_BYTES
 from hf_helix.planning.schedule.actions import Schedule, Slot
 from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES
 from hf_helix.planning.window.instructions import Instruction, entry_of
 from hf_helix.planning.window.layout import Key, Layout
-from hf_helix.planning.window.passes import BUCKET_BYTES, MAX_COPIES
+from hf_helix.planning.window.passes import MAX_COPIES
 
 Drawing = tuple[Sequence[Instruction], Timeline]
 """The programs of all ranks, and their timeline."""
@@ -200,7 +201,7 @@ def _spans_of_values(amounts: Amounts, layout: Layout, program: Sequence[Instruc
     for place in range(len(program) - 1, -1, -1):
         instruction, now, after = program[place], 2 * place, 2 * place + 1
         op, microbatch, unit = instruction.operator, instruction.microbatch, instruction.unit
-        if op is None or instruction.is_per_step:
+        if op is None or op.is_traffic:
             continue
         for key in instruction.frees:
             ends[microbatch, key] = transfer if op.sends else after
@@ -253,15 +254,15 @@ def _spans_of_gradients(amounts: Amounts, layout: Layout, program: Sequence[Inst
             sizes[adders, id(gradient)] = GRADIENT * gradient.elements
             for adder in adders:
                 added.setdefault(adder, []).append((adders, id(gradient)))
-    adding = [set(reduction.adders) for reduction in layout.reductions]
-    reduced = [[key for key in sizes if each.issuperset(key[0])] for each in adding]
+    adding = {each.unit: set(each.adders) for each in layout.reductions}
+    reduced = {unit: [key for key in sizes if adders.issuperset(key[0])] for unit, adders in adding.items()}
     copying = [2 * place for place, made in enumerate(program) if _reduces(made)]
     ends = iter([*copying[MAX_COPIES + 1 :], *[NEVER] * (MAX_COPIES + 1)])
     begun: dict[tuple[Adders, int], int] = {}  # the begins of live gradients
     for place, made in enumerate(program):
         now, op = 2 * place, made.operator
         if _reduces(made):
-            mine, end = {key: begun.pop(key) for key in reduced[made.reduction] if key in begun}, next(ends)
+            mine, end = {key: begun.pop(key) for key in reduced[made.unit] if key in begun}, next(ends)
             yield now, now + 1, GRADIENTS, sum(sizes[key] for key in mine)
             yield from ((begin, end, GRADIENTS, sizes[key]) for key, begin in mine.items())
         elif op is not None and op.part in (Part.B, Part.W):
@@ -272,7 +273,8 @@ def _spans_of_gradients(amounts: Amounts, layout: Layout, program: Sequence[Inst
 
 def _reduces(instruction: Instruction) -> bool:
     """Returns whether an instruction reduces gradients, and does not copy them to the host."""
-    return instruction.reduction >= 0 and instruction.operator is not None and not instruction.operator.kind.copies
+    op = instruction.operator
+    return op is not None and op.is_traffic and op.part is Part.B and not op.kind.copies
 
 
 def _sharded_gradients(amounts: Amounts, layout: Layout, rank: int) -> Iterator[tuple[Gradient, Adders]]:

@@ -22,7 +22,7 @@ from hf_helix.doctor.memory import (
     peaks_of_schedules,
     peaks_of_window,
 )
-from hf_helix.doctor.reductions import cast_seconds, with_reductions
+from hf_helix.doctor.traffic import cast_seconds, timed_traffic
 from hf_helix.doctor.window import Fidelity, WindowClock, WindowTime, schedule_of, usual_schedules
 from hf_helix.planning.choice.memory import MemoryLimit, Passes, Peak
 from hf_helix.planning.graph.backward import slice_names, transfer_graphs
@@ -155,7 +155,7 @@ def even_counts(amounts: Amounts, case: Case, cluster: Cluster) -> tuple[float, 
 def profile_of(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = False) -> Profile:
     """Returns the times of the operators of a case; if `whole`, with gradient reductions and weight gathers."""
     profile = estimate_profile(amounts, layout_of(amounts, case), case, cluster)
-    return with_reductions(profile, amounts, case, cluster) if whole else profile
+    return timed_traffic(profile, amounts, case, cluster) if whole else profile
 
 
 def memory_of_case(
@@ -289,7 +289,7 @@ def simulate_plan(
     fidelity: Fidelity = Fidelity.DRAWN,
 ) -> Step:
     """Returns the optimizer step of a case under a given plan, in place of `case.plan`."""
-    reduces = bool(profile.layout.reductions or profile.layout.gathers)
+    reduces = bool(profile.layout.traffic)
     clock = WindowClock(profile, amounts, case, cluster, fidelity, plan=plan, reduces=reduces)
     return _step(amounts, case, cluster, profile, clock)
 

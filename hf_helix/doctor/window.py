@@ -20,7 +20,7 @@ from hf_helix.doctor.amounts.records import Amounts
 from hf_helix.doctor.case import Case
 from hf_helix.doctor.estimate import LEAST
 from hf_helix.doctor.memory import Drawing
-from hf_helix.doctor.reductions import with_reductions
+from hf_helix.doctor.traffic import timed_traffic
 from hf_helix.planning.choice.memory import MemoryLimit
 from hf_helix.planning.choice.scheduler import ON_ONE_RANK, Scheduler
 from hf_helix.planning.choice.slot_clock import Costs, simulate_schedule, stage_costs
@@ -164,7 +164,7 @@ class WindowClock:
 
     def _completed(self, layout: Layout) -> Profile:
         profile = replace(self._profile, layout=layout)
-        return with_reductions(profile, self._amounts, self._case, self._cluster) if self._reduces else profile
+        return timed_traffic(profile, self._amounts, self._case, self._cluster) if self._reduces else profile
 
     def time(self) -> WindowTime:
         """Returns the seconds of the window."""

@@ -222,7 +222,7 @@ def _chain(device: torch.device, kernels: int) -> Work:
     )
     layout = Layout(["chain"], {0: [0]}, {"chain": pair})
     program = [each for forward in (True, False) for each in unit_instructions(layout, (0, 0, forward))]
-    executor = Executor({0: unit}, make_streams(device), 0, Precision(device.type, None))
+    executor = Executor({0: unit}, make_streams(device), 0, Precision(device.type, None), layout)
     value = torch.randn(8, device=device)
     sources = {layout.key(0, pair.forward.inputs[0], True): value, layout.key(0, pair.backward.inputs[0], False): value}
     batches = [MicroBatch(dict, (0, 0))]

@@ -12,7 +12,7 @@ Gradients are left as between two optimizer steps.
 
 import functools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,11 +47,11 @@ from hf_helix.planning.window.layout import (
     Key,
     Name,
     named_operators,
-    named_per_step,
+    named_traffic,
 )
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.executor import BoundComputation, BoundTransfer, bind, issue_gather, no_sources
-from hf_helix.runtime.gradients.buckets import Bucket
+from hf_helix.runtime.gradients.buckets import BoundBucket
 from hf_helix.runtime.gradients.reduce import GradientReducer
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner, forget_gradients
@@ -67,16 +67,16 @@ Times = tuple[dict[Name, list[float]], dict[Name, int]]
 def time_reductions(runner: Runner, repeats: int) -> Times:
     """Returns the times of every gradient reduction of this rank. Collective. The smallest and the largest are timed,
     others lie between by their bytes: a reduction takes a latency and a time per byte."""
-    layout, names = runner.layout, runner.layout.reduction_names
-    held = {names[number]: layout.reductions[number].bytes for number in layout.reductions_of(runner.rank_units.rank)}
-    planned = [bucket for bucket in runner.buckets if bucket.is_planned]
+    own = [each for each in runner.layout.traffic_of(runner.rank_units.rank) if each.adders]
+    held = {each.named_operators[0][0]: each.bytes for each in own}
+    planned = [bucket for bucket in runner.buckets if bucket.row.is_planned]
     if not held or not planned:  # the user may have frozen everything here since the layout was made
         return {name: [LEAST] * (repeats - 1) for name in held}, dict.fromkeys(held, 0)
-    small, large = (pick(planned, key=lambda bucket: bucket.bytes) for pick in (min, max))
+    small, large = (pick(planned, key=lambda bucket: bucket.row.bytes) for pick in (min, max))
     shortest, longest = (_time_reduction(runner, bucket, repeats) for bucket in (small, large))
     times = {}
     for name, count in held.items():
-        share = (count - small.bytes) / max(1, large.bytes - small.bytes)
+        share = (count - small.row.bytes) / max(1, large.row.bytes - small.row.bytes)
         seconds = ((1 - share) * first + share * second for first, second in zip(shortest, longest, strict=True))
         times[name] = [max(LEAST, each) for each in seconds]
     placements = (placement for bucket in planned for placement in bucket.placements.values())
@@ -86,7 +86,7 @@ def time_reductions(runner: Runner, repeats: int) -> Times:
     return times, {name: ways * count * (size - 1) // size for name, count in held.items()}
 
 
-def _time_reduction(runner: Runner, bucket: Bucket, repeats: int) -> list[float]:
+def _time_reduction(runner: Runner, bucket: BoundBucket, repeats: int) -> list[float]:
     streams = runner.executor.streams
 
     def reduce() -> None:
@@ -104,15 +104,11 @@ def _time_reduction(runner: Runner, bucket: Bucket, repeats: int) -> list[float]
 
 def time_gathers(runner: Runner, repeats: int) -> Times:
     """Returns the times of every weight gather of this rank; of equal lengths the first is timed. Collective."""
-    layout, names = runner.layout, runner.layout.gather_names
     streams = runner.executor.streams
     known: dict[tuple[object, int], list[float]] = {}
     seconds: dict[Name, list[float]] = {}
     sent: dict[Name, int] = {}
-    for number in layout.gathers_of(runner.rank_units.rank):
-        gather = layout.gathers[number]
-        flat = runner.rank_units.all_units[gather.units[0]].flat_parameters[gather.name]
-        assert isinstance(flat, Zero1FlatParameter)
+    for name, flat in _gathered(runner):
 
         def refresh(flat: Zero1FlatParameter = flat) -> None:
             streams.wait(issue_gather(streams, flat, flat.name))
@@ -120,9 +116,20 @@ def time_gathers(runner: Runner, repeats: int) -> Times:
         length = flat.gather_axis, flat.buffer.nbytes
         if length not in known:
             known[length] = time_gradient_stream(streams, refresh, repeats, ISSUING_SLOWEST)
-        seconds[names[number]] = known[length]
-        sent[names[number]] = flat.buffer.nbytes // flat.gather_axis.size * (flat.gather_axis.size - 1)
+        seconds[name] = known[length]
+        sent[name] = flat.buffer.nbytes // flat.gather_axis.size * (flat.gather_axis.size - 1)
     return seconds, sent
+
+
+def _gathered(runner: Runner, kind: Kind = Kind.GRADIENTS) -> Iterator[tuple[Name, Zero1FlatParameter]]:
+    """Yields the ZeRO-1 weights of this rank, each with the name of their operator of a kind."""
+    units, rank = runner.rank_units.all_units, runner.rank_units.rank
+    for traffic in (each for each in runner.layout.traffic_of(rank) if each.readers):
+        for name, op in traffic.named_operators:
+            flat = units[traffic.readers[0]].flat_parameters[op.forward_name]
+            assert isinstance(flat, Zero1FlatParameter)
+            if op.kind is kind:
+                yield name, flat
 
 
 def time_copies(runner: Runner, repeats: int) -> Times:
@@ -134,23 +141,17 @@ def time_copies(runner: Runner, repeats: int) -> Times:
     host = max(hosts, key=lambda each: each.crossing.nbytes)
     copy = torch.empty_like(host.crossing, device=runner.mesh.device)
     on_host = host_memory(copy.shape, copy.dtype, copy.device)
-    moves = {Kind.UP: lambda: host.up(copy), Kind.DOWN: lambda: host.link.down(on_host, copy)}
-    streams, rank = runner.executor.streams, runner.rank_units.rank
-    seconds = {kind: time_in_a_row(streams, kind, move, repeats) for kind, move in moves.items()}
-    names = {kind: runner.layout.copy_names(kind) for kind in moves}
-    planned = [bucket.flat for bucket in runner.buckets if bucket.is_planned]
-    flats = dict(zip([names[Kind.DOWN][number] for number in runner.layout.reductions_of(rank)], planned, strict=True))
-    for number in runner.layout.gathers_of(rank):
-        gather = runner.layout.gathers[number]
-        flats[names[Kind.UP][number]] = runner.rank_units.all_units[gather.units[0]].flat_parameters[gather.name]
-    times = {}
-    for name, flat in flats.items():
-        kind = Kind.UP if name in names[Kind.UP] else Kind.DOWN
-        bytes_moved = (
-            0 if flat is None or flat.host is None else (flat.host.crossing if kind is Kind.UP else flat.shard).nbytes
-        )
-        times[name] = [max(LEAST, each * bytes_moved / copy.nbytes) for each in seconds[kind]]
-    return times, {}
+    streams, layout = runner.executor.streams, runner.layout
+    up = time_in_a_row(streams, Kind.UP, lambda: host.up(copy), repeats)
+    down = time_in_a_row(streams, Kind.DOWN, lambda: host.link.down(on_host, copy), repeats)
+    planned = [bucket.flat for bucket in runner.buckets if bucket.row.is_planned]
+    own = [each for each in layout.traffic_of(runner.rank_units.rank) if each.adders]
+    moved = {name: (up, flat.host.crossing.nbytes) for name, flat in _gathered(runner, Kind.UP) if flat.host}
+    for traffic, reduced in zip(own, planned, strict=True):
+        nbytes = 0 if reduced is None or reduced.host is None else reduced.shard.nbytes
+        moved |= {name: (down, nbytes) for name, op in traffic.named_operators if op.kind is Kind.DOWN}
+    rate = 1 / copy.nbytes
+    return {name: [max(LEAST, each * nbytes * rate) for each in row] for name, (row, nbytes) in moved.items()}, {}
 
 
 def time_transfers(runner: Runner, batch: MicroBatch, repeats: int) -> Times:
@@ -306,8 +307,8 @@ class Bench:
         return compute
 
     def _step(self, instruction: Instruction) -> BoundComputation | BoundTransfer:
-        bound = bind(instruction, self.runner.executor.units, self.runner.layout.often_adding)
-        assert not isinstance(bound, Instruction)
+        bound = bind(instruction, self.runner.executor.units, self.runner.layout)
+        assert isinstance(bound, (BoundComputation, BoundTransfer))
         return bound
 
     def _context(self, timed: TimedOperator) -> OperatorContext:
@@ -396,7 +397,7 @@ def _measure(
     moving, sent = _measure_communication(bench)
     mine = _measure_computation(runner, window) | moving
     medians = {name: statistics.median(seconds) for name, seconds in mine.items()}
-    kinds = {name: op.kind for name, op in (*named_operators(runner.layout), *named_per_step(runner.layout))}
+    kinds = {name: op.kind for name, op in (*named_operators(runner.layout), *named_traffic(runner.layout))}
     names = list(kinds)
     # Ranks of a pipeline hold different units.
     ranks = all_gather_object(

@@ -28,7 +28,7 @@ from hf_helix.runtime.cuda_graphs import WindowGraphs, Work
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
-from hf_helix.runtime.gradients.buckets import Bucket
+from hf_helix.runtime.gradients.buckets import BoundBucket
 from hf_helix.runtime.gradients.reduce import reduce_all_gradients
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner, forget_gradients
@@ -349,11 +349,11 @@ def bytes_summed(runner: Runner, count: int) -> int:
     """Returns the bytes that this rank sends, to ranks with other tokens, in the gradient reductions of a window of
     `count` micro-batches."""
     often = runner.buckets_reduced_often
-    buckets = ((number, bucket) for number, bucket in enumerate(runner.buckets) if bucket.spans_batches)
+    buckets = ((number, bucket) for number, bucket in enumerate(runner.buckets) if bucket.row.spans_batches)
     return sum(_sent(bucket, runner, count if number in often else 1) for number, bucket in buckets)
 
 
-def _sent(bucket: Bucket, runner: Runner, count: int) -> int:
+def _sent(bucket: BoundBucket, runner: Runner, count: int) -> int:
     if bucket.flat is not None:  # reduce-scatters, and an all-reduce over the copies of the shard
         size = torch.promote_types(bucket.flat.shard.dtype, torch.float32).itemsize
         copies = bucket.flat.copies.size if bucket.flat.copies is not None else 1

@@ -10,6 +10,7 @@ plan/      orders of issue, programs, predictions
 choice/    the search of a schedule
 rules/     the named ways to make a plan
 
+parameters  trained parameters as rows, and their traffic: gradients and weights on their way
 annealing   simulated annealing, for plans and schedules
 collection  helpers for sequences
 text        the text of differences

@@ -107,17 +107,17 @@ def bars_of_timeline(timeline: Timeline, program: Sequence[Instruction]) -> list
 
 
 def _unit_labels(timeline: Timeline, program: Sequence[Instruction]) -> dict[int, str]:
-    """The labels of units by index: their names, numbered if the rank holds several, like "layers.3" of a trace."""
-    entries = timeline.arrays.entries
-    names = {
-        i.unit: timeline.arrays.names[n][0]
-        for i, n in zip(program, entries, strict=True)
-        if i.operator is not None and not i.is_per_step
-    }
-    same: dict[str, list[int]] = {}
-    for unit, name in sorted(names.items()):
-        same.setdefault(name, []).append(unit)
-    return {u: f"{name}.{n}" if len(units) > 1 else name for name, units in same.items() for n, u in enumerate(units)}
+    """The labels of units and of traffic by index: their names, of units numbered if the rank holds several, like
+    "layers.3" of a trace."""
+    entries, labels, same = timeline.arrays.entries, dict[int, str](), dict[str, set[int]]()
+    for instruction, entry in zip(program, entries, strict=True):
+        if instruction.operator is not None:
+            labels[instruction.unit] = name = timeline.arrays.names[entry][0]
+            if not instruction.is_traffic:
+                same.setdefault(name, set()).add(instruction.unit)
+    for name, units in same.items():
+        labels |= {unit: f"{name}.{number}" for number, unit in enumerate(sorted(units)) if len(units) > 1}
+    return labels
 
 
 def busy_fraction(bars: Iterable[Bar], stream: str, start: float, end: float) -> float:

@@ -7,12 +7,11 @@ for the values that an operator reads, frees a value after its last reader, and 
 rank waits until another rank has received a tensor; a sent tensor stays alive until then.
 
     for step in program:  (each bound once, see `bind`)
-        barrier             wait for the collectives of all micro-batches
-        gradient reduction  issue the reduction of the bucket
-        ZeRO-1 gather       issue the gather, unless the buffer is current, and the copy from the host before it
-        communication       wait for sizes; allocate; issue on its stream; note the event by its outputs
-        computation         wait for the events of its inputs; run
-        then                reshard and free values without a further reader
+        barrier         wait for the collectives of all micro-batches
+        traffic         issue the reduction of a bucket, the gather of ZeRO-1 weights, or a copy of either
+        communication   wait for sizes; allocate; issue on its stream; note the event by its outputs
+        computation     wait for the events of its inputs; run
+        then            reshard and free values without a further reader
 
 `hf_helix.runtime.streams.streams` gives the stream of each operator.
 """
@@ -21,6 +20,7 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -33,7 +33,7 @@ from hf_helix.operators.zero.zero3 import with_unsharded
 from hf_helix.planning.graph.operator import Kind, Operator, Part
 from hf_helix.planning.plan.program import Program
 from hf_helix.planning.window.instructions import Instruction
-from hf_helix.planning.window.layout import Key
+from hf_helix.planning.window.layout import Key, Layout
 from hf_helix.runtime.gradients.reduce import GradientReducer
 from hf_helix.runtime.microbatch import MicroBatch, MicroBatchState
 from hf_helix.runtime.streams.streams import Event, Streams
@@ -48,27 +48,23 @@ def no_sources(batch: MicroBatch) -> Mapping[Key, Tensor | None]:
     return {}
 
 
-OftenAdding = Mapping[tuple[int, str], Sequence[int]]
-"""See `Layout.often_adding`."""
-
-
 class BoundOperator:
     """An instruction bound to its operator: everything that is the same in every window, and nothing of one
     micro-batch. `Instruction` explains the attributes that are not listed.
 
     Attributes:
         op: the operator of the graph.
-        adds_to: the reductions of every micro-batch that the operator adds to.
+        adds_to: the traffic, by unit, whose gradients of every micro-batch the operator adds to.
         unit: the unit of the operator.
         operator_key: index of the unit, and name of the declared operator.
         returns: the gathered weights without a later reader, as flat parameters and keys.
     """
 
-    def __init__(self, made: Instruction, units: Mapping[int, Unit], often_adding: OftenAdding) -> None:
+    def __init__(self, made: Instruction, units: Mapping[int, Unit], adds_to: Sequence[int]) -> None:
         assert made.operator is not None
         self.op = op = made.operator
         self.microbatch = made.microbatch
-        self.adds_to = () if op.part is Part.F else often_adding.get((made.unit, op.name), ())
+        self.adds_to = adds_to
         self.unit = units[made.unit]
         self.operator_key = made.unit, op.forward_name
         self.reads = made.reads
@@ -88,8 +84,8 @@ class BoundComputation(BoundOperator):
         weights: the gathered weights that the operator reads, as flat parameters and keys.
     """
 
-    def __init__(self, made: Instruction, units: Mapping[int, Unit], often_adding: OftenAdding) -> None:
-        super().__init__(made, units, often_adding)
+    def __init__(self, made: Instruction, units: Mapping[int, Unit], adds_to: Sequence[int]) -> None:
+        super().__init__(made, units, adds_to)
         op = self.op
         self.needs = made.needs
         self.adds = made.accumulates if any(made.accumulates) else ()
@@ -115,8 +111,8 @@ class BoundTransfer(BoundOperator):
         sizes: the keys of the values with the sizes of a transfer; the host reads them.
     """
 
-    def __init__(self, made: Instruction, units: Mapping[int, Unit], often_adding: OftenAdding) -> None:
-        super().__init__(made, units, often_adding)
+    def __init__(self, made: Instruction, units: Mapping[int, Unit], adds_to: Sequence[int]) -> None:
+        super().__init__(made, units, adds_to)
         op, operator = self.op, self.unit.operators[self.op.forward_name]
         assert isinstance(operator, Communication), f"{op.name} is issued, and computes"
         self.prepare: Callable[..., tuple[Tensors, TransferFn]] = operator.prepare
@@ -125,22 +121,51 @@ class BoundTransfer(BoundOperator):
         self.sizes = [key for name, key in zip(op.reads, made.reads, strict=True) if name in op.host_read_sizes]
 
 
-BoundInstruction = BoundComputation | BoundTransfer | Instruction
-"""An instruction as the executor reads it; barriers, gradient reductions and weight gathers stay as they are."""
+class BoundTraffic(NamedTuple):
+    """An operator that moves gradients or weights.
+
+    Attributes:
+        flat: the weights; None for gradients.
+        reader: the label of the first unit that reads the weights.
+    """
+
+    microbatch: int
+    unit: int
+    op: Operator
+    flat: Zero1FlatParameter | None = None
+    reader: str = ""
 
 
-def bind(instruction: Instruction, units: Mapping[int, Unit], often_adding: OftenAdding) -> BoundInstruction:
+BoundInstruction = BoundComputation | BoundTransfer | BoundTraffic | Instruction
+"""An instruction as the executor reads it; barriers stay as they are."""
+
+
+def bind(instruction: Instruction, units: Mapping[int, Unit], layout: Layout) -> BoundInstruction:
     """Returns an instruction of a rank, bound to its operator.
 
     Args:
         instruction: of the rank.
         units: of the rank, by index in the layout.
-        often_adding: see `Layout.often_adding`.
+        layout: with the traffic.
     """
-    if instruction.operator is None or instruction.is_per_step:
+    op = instruction.operator
+    if op is None:
         return instruction
-    bound = BoundTransfer if instruction.operator.kind.communicates else BoundComputation
-    return bound(instruction, units, often_adding)
+    if op.is_traffic:
+        return _bound_traffic(instruction, op, units, layout)
+    adds_to = () if op.part is Part.F else layout.often_adding.get((instruction.unit, op.name), ())
+    bound = BoundTransfer if op.kind.communicates else BoundComputation
+    return bound(instruction, units, adds_to)
+
+
+def _bound_traffic(instruction: Instruction, op: Operator, units: Mapping[int, Unit], layout: Layout) -> BoundTraffic:
+    readers = layout.traffic_at(instruction.unit).readers
+    if not readers:
+        return BoundTraffic(instruction.microbatch, instruction.unit, op)
+    reader = units[readers[0]]
+    flat = reader.flat_parameters[op.forward_name]
+    assert isinstance(flat, Zero1FlatParameter)
+    return BoundTraffic(instruction.microbatch, instruction.unit, op, flat, reader.label)
 
 
 def _flat_parameters_of(keys: Sequence[Key], units: Mapping[int, Unit]) -> list[tuple[FlatParameter, Key]]:
@@ -187,18 +212,13 @@ class Executor:
         streams: the streams that instructions go to.
         seed: the seed of the run on this rank; the randomness of every operator derives from it.
         precision: the types of every forward pass.
-        often_adding: see `Layout.often_adding`.
+        layout: of the units, with their traffic.
     """
 
     def __init__(
-        self,
-        units: Mapping[int, Unit],
-        streams: Streams,
-        seed: int,
-        precision: Precision,
-        often_adding: OftenAdding | None = None,
+        self, units: Mapping[int, Unit], streams: Streams, seed: int, precision: Precision, layout: Layout
     ) -> None:
-        self._often_adding = often_adding or {}
+        self._layout = layout
         self.units = units
         self.streams = streams
         self.seed = seed
@@ -247,16 +267,15 @@ class Executor:
                 if microbatch >= limit:
                     continue
                 if isinstance(step, Instruction):
-                    if step.operator is None:
-                        self._barrier(states, include_ahead=at_barrier is not None)
-                        if at_barrier is not None:
-                            at_barrier()
-                    elif step.gather >= 0:
-                        self._gather(step, step.operator, microbatches)
-                    elif reduction is not None and step.operator.kind.copies:
-                        reduction.copy_to_host(step.reduction)
+                    self._barrier(states, include_ahead=at_barrier is not None)
+                    if at_barrier is not None:
+                        at_barrier()
+                    continue
+                if isinstance(step, BoundTraffic):
+                    if step.flat is not None:
+                        self._gather(step, step.flat, microbatches)
                     elif reduction is not None:
-                        reduction.reduce(step.reduction, microbatch)
+                        reduction.issue(step.unit, step.op.kind, microbatch)
                     continue
                 state = states.get(microbatch)
                 if state is None and may_begin is not None and not may_begin(microbatch):
@@ -269,8 +288,8 @@ class Executor:
                 if state.given:
                     self._add_given(step, state)
                 if step.adds_to and reduction is not None:
-                    for number in step.adds_to:
-                        reduction.switch_to(number, microbatch)
+                    for unit in step.adds_to:
+                        reduction.switch_to(unit, microbatch)
                 if isinstance(step, BoundTransfer):
                     self._communicate(step, state)
                 else:
@@ -318,7 +337,7 @@ class Executor:
                 del self._bound[next(iter(self._bound))]  # the least recently run
             once = program.once if isinstance(program, Program) else program
             parts = program.parts() if isinstance(program, Program) else [(0, len(once), 0)]
-            steps = [bind(each, self.units, self._often_adding) for each in once]
+            steps = [bind(each, self.units, self._layout) for each in once]
             slices: dict[tuple[int, int], list[BoundInstruction]] = {}
             bound = [(slices.setdefault((begin, end), steps[begin:end]), later) for begin, end, later in parts]
             entry = program, bound
@@ -360,16 +379,13 @@ class Executor:
         """
         return f"{'F' if op.part is Part.F else 'B'}{microbatch}.{self.units[unit].label}.{op.name}"
 
-    def _gather(self, step: Instruction, op: Operator, microbatches: Sequence[MicroBatch]) -> None:
+    def _gather(self, step: BoundTraffic, flat: Zero1FlatParameter, microbatches: Sequence[MicroBatch]) -> None:
         """Issues the gather of ZeRO-1 weights, or their copy from the host, unless the buffer has them from an earlier
         window."""
-        unit = self.units[step.unit]
-        flat = unit.flat_parameters[op.forward_name]
-        assert isinstance(flat, Zero1FlatParameter)
         if flat.is_current:
             return
-        label = f"F{microbatches[step.microbatch].key[1]}.{unit.label}.{flat.name}"
-        if op.kind.copies:
+        label = f"F{microbatches[step.microbatch].key[1]}.{step.reader}.{flat.name}"
+        if step.op.kind.copies:
             assert flat.host is not None
             issue_copy(self.streams, flat.host, f"{label}.up")
             return

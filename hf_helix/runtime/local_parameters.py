@@ -1,14 +1,14 @@
-"""ZeRO in a whole model: the position of this rank's optimizer parameters in the full ones; the gathers of ZeRO-1.
+"""ZeRO in a whole model: the position of this rank's optimizer parameters in the full ones; ZeRO-1 weights.
 
 In:   the units of a rank, with its cuts and its flat parameters.
 Out:  for every parameter that this rank steps: its name, and views of any tensor of its shape by their offset in the
-      full parameter; the gathers of ZeRO-1 weights for a layout.
+      full parameter; the ZeRO-1 weights of a layout.
 Must hold: the pieces of all ranks fill the full parameter; replicas have the same pieces. Gathers are in the order in
 which a micro-batch first reads them, the same on all ranks of a pipeline.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.parameters.param_shard import Placement
 from hf_helix.operators.units.unit import Unit
 from hf_helix.operators.zero.zero1 import Zero1FlatParameter, zero1_flat_parameters
-from hf_helix.planning.window.layout import Layout, WeightGather
+from hf_helix.planning.parameters import FlatWeights
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.gradients.buckets import max_elements
 from hf_helix.runtime.rank_units import RankUnits
@@ -164,17 +164,15 @@ def local_parameters(model: nn.Module, rank_units: RankUnits, mesh: Mesh) -> dic
     return result
 
 
-# -- ZeRO-1: gathers of a layout -----------------------------------------------------------------------------------
+# -- ZeRO-1: weights of a layout -----------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
 
-def layout_with_gathers(layout: Layout, model: Mapping[int, Unit], mesh: Mesh) -> Layout:
-    """Returns a layout with the ZeRO-1 gathers of all pipeline ranks, from the uncut units of the whole model."""
+def flat_weights(model: Mapping[int, Unit], mesh: Mesh) -> list[FlatWeights]:
+    """Returns the ZeRO-1 weights of all pipeline ranks, from the uncut units of the whole model."""
     readers = readers_of(sorted(model.items()))
-    return replace(
-        layout, gathers=[WeightGather(tuple(units), flat.name, _bytes(flat, mesh)) for flat, units in readers.items()]
-    )
+    return [FlatWeights(tuple(units), flat.name, _bytes(flat, mesh)) for flat, units in readers.items()]
 
 
 def readers_of(units: Iterable[tuple[T, Unit]]) -> dict[Zero1FlatParameter, list[T]]:

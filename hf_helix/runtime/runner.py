@@ -31,7 +31,7 @@ from hf_helix.runtime.distributed.groups import broadcast_object
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.executor import Executor, Sources, WindowEnded, no_sources
-from hf_helix.runtime.gradients.buckets import gradient_buckets
+from hf_helix.runtime.gradients.buckets import bound_buckets
 from hf_helix.runtime.gradients.reduce import GradientReducer
 from hf_helix.runtime.intra_batch import tile_units
 from hf_helix.runtime.microbatch import MicroBatch
@@ -73,9 +73,7 @@ class Runner:
         self.seed = seed
         self.precision = Precision(mesh.device.type, autocast_dtype, CastWeights(casts_of(rank_units.flat_parameters)))
         # Ranks hold different heads, tokens or batches, so they draw different numbers.
-        self.executor = Executor(
-            issued.units, streams, seed * world_size() + rank(), self.precision, issued.layout.often_adding
-        )
+        self.executor = Executor(issued.units, streams, seed * world_size() + rank(), self.precision, issued.layout)
         self._programs: dict[object, Program] = {}
         head = self.rank_units.head
         (output,) = self.layout.graphs[self.layout.units[head]].forward.outputs  # the loss, or the decoder's output
@@ -149,21 +147,21 @@ class Runner:
     @property
     def buckets_reduced_often(self) -> Collection[int]:
         """The buckets that every micro-batch reduces, as indices into `buckets`."""
-        return [self._numbers[each] for each in self.layout.reduced_often if each in self._numbers]
+        often = (each.unit for each in self.layout.reductions if each.every_microbatch)
+        return [self._numbers[unit] for unit in often if unit in self._numbers]
 
     def _fill_buckets(self) -> None:
-        """Finds the buckets, and the bucket of each reduction in the layout.
+        """Finds the buckets, and the bucket of each traffic in the layout.
 
         Where the user has frozen or unfrozen parameters since the layout was made, the buckets differ from the
         program's. Then no bucket is a reduction of the layout, and all are reduced at the end.
         """
         self._trained_before = self._trained()
-        self.buckets = gradient_buckets(self.rank_units.units, self.mesh)
-        planned = [number for number, bucket in enumerate(self.buckets) if bucket.is_planned]
-        known = self.rank_units.layout.reductions_of(self.rank_units.rank)
-        expected = [self.rank_units.layout.reductions[number].adders for number in known]
-        is_same = expected == [self.buckets[number].adders for number in planned]
-        self._numbers = dict(zip(known, planned, strict=True)) if is_same else {}
+        self.buckets = bound_buckets(self.rank_units.units, self.mesh)
+        planned = {number: made.row for number, made in enumerate(self.buckets) if made.row.is_planned}
+        known = [each for each in self.rank_units.layout.traffic_of(self.rank_units.rank) if each.adders]
+        is_same = [each.adders for each in known] == [bucket.adders for bucket in planned.values()]
+        self._numbers = {each.unit: number for each, number in zip(known, planned, strict=is_same)} if is_same else {}
 
     def _trained(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self.rank_units.placements]

@@ -53,8 +53,8 @@ def arrays_of(program: Sequence[Instruction], layout: Layout, times: Times) -> W
         name = entry_of(instruction, layout)
         microbatch = instruction.microbatch
         needs = [writers[microbatch, key] for key in instruction.needs if (microbatch, key) in writers]
-        if instruction.gather >= 0:
-            for unit in layout.gathers[instruction.gather].units:
+        if instruction.is_traffic:
+            for unit in layout.traffic_at(instruction.unit).readers:
                 arriving.setdefault(unit, []).append(place)
         elif op.kind is Kind.COMPUTE:
             needs += arriving.pop(instruction.unit, [])

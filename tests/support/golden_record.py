@@ -38,7 +38,7 @@ from hf_helix.doctor.step import simulate_step
 from hf_helix.doctor.window import Fidelity
 from hf_helix.engine.cut.build import declare
 from hf_helix.engine.cut.recompute import modes_of
-from hf_helix.models.registry import family_of
+from hf_helix.models.registry import family_for
 from hf_helix.models.stock.peft import base_of
 from hf_helix.planning.choice.scheduler import Scheduler
 from hf_helix.planning.choice.slot_clock import stage_costs
@@ -81,7 +81,7 @@ def layout_of(case: Case) -> Layout:
     mesh = replace(made, sizes=sizes, pipe=pipe, dp_group=group, **groups)  # type: ignore[arg-type]
     model = tiny(**case.model)
     base = base_of(model)
-    modes = modes_of(list(family_of(base).layers(base)), None, config)
+    modes = modes_of(list(family_for(base, config.tp_size).layers(base)), None, config)
     return declare(model, config, mesh, modes).rank_units.layout
 
 
@@ -144,15 +144,13 @@ def program_data(program: Sequence[Any]) -> list[object]:
     return [
         [
             made.microbatch,
-            made.unit,
+            -1 if made.is_traffic else made.unit,
             made.operator and [made.operator.name, made.operator.kind.value, made.operator.part.value],
             made.reads,
             made.accumulates,
             made.writes,
             sorted(made.frees),
             made.ends,
-            made.reduction,
-            made.gather,
         ]
         for made in program
     ]

@@ -10,7 +10,9 @@ from unittest import mock
 from support import jobs
 from support.tuning_jobs import hasty
 
-from hf_helix.runtime.gradients import buckets
+from hf_helix.planning import parameters
+from hf_helix.planning.window.layout import with_traffic
+from hf_helix.runtime.gradients.buckets import planned_buckets
 from hf_helix.runtime.runner import Runner
 
 
@@ -22,14 +24,15 @@ def model_of(**changes: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def buckets_of(size: int) -> Iterator[None]:
     """Gradients are summed in buckets of so many bytes; 0 for the usual size."""
-    with mock.patch.object(buckets, "BUCKET_BYTES", size or buckets.BUCKET_BYTES):
+    with mock.patch.object(parameters, "BUCKET_BYTES", size or parameters.BUCKET_BYTES):
         yield
 
 
 def with_buckets(runner: Runner, size: int) -> Runner:
     """The runner with buckets of another size."""
     with buckets_of(size):
-        layout = buckets.layout_with_reductions(runner.rank_units.layout, runner.rank_units.all_units, runner.mesh)
+        plain = replace(runner.rank_units.layout, traffic=())
+        layout = with_traffic(plain, planned_buckets(plain, runner.rank_units.all_units, runner.mesh), ())
         rank_units, streams = replace(runner.rank_units, layout=layout), runner.executor.streams
         return Runner(rank_units, runner.plan, runner.mesh, streams, runner.scheduler, runner.seed)
 

@@ -261,7 +261,7 @@ def _counted(runner: Runner, batch: MicroBatch, streams: SimulatedStreams) -> tu
 
 def _run(runner: Runner, batch: MicroBatch, streams: SimulatedStreams, meter: Meter) -> LifetimeTrace:
     streams.trace = watch = LifetimeTrace(meter)
-    executor = WatchedExecutor(watch, runner.executor.units, streams, runner.seed, runner.precision)
+    executor = WatchedExecutor(watch, runner, streams)
     with meter, FusedKernels(meter):
         executor.run(runner.program(1), [batch], runner.sources(), saves_for_backward=True)
         watch.end()

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from hf_helix.doctor.amounts.meter import Allocated, Meter
 from hf_helix.doctor.amounts.records import Lifetimes, Storage, outputs_of
-from hf_helix.operators.base import Precision
-from hf_helix.operators.units.unit import Unit
 from hf_helix.planning.window.layout import Key, Layout, Name
 from hf_helix.runtime.executor import Executor, Sources
 from hf_helix.runtime.microbatch import MicroBatch, MicroBatchState
+from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams.streams import Streams
 from hf_helix.runtime.streams.trace import Trace
 
@@ -63,10 +62,8 @@ class LifetimeTrace(Trace):
 class WatchedExecutor(Executor):
     """An executor whose micro-batches a `LifetimeTrace` follows."""
 
-    def __init__(
-        self, watch: LifetimeTrace, units: Mapping[int, Unit], streams: Streams, seed: int, precision: Precision
-    ) -> None:
-        super().__init__(units, streams, seed, precision)
+    def __init__(self, watch: LifetimeTrace, runner: Runner, streams: Streams) -> None:
+        super().__init__(runner.executor.units, streams, runner.seed, runner.precision, runner.layout)
         self._watch = watch
 
     def begin(self, batch: MicroBatch, sources: Sources, saves_for_backward: bool) -> MicroBatchState:

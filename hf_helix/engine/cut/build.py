@@ -9,7 +9,7 @@ runners here, so that measurements are of the trained model.
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,16 +35,17 @@ from hf_helix.operators.vocabulary.pipeline import slice_buffers, spread_units
 from hf_helix.operators.zero.zero1 import apply_zero1
 from hf_helix.operators.zero.zero3 import apply_zero3
 from hf_helix.planning.choice.scheduler import Scheduler, scheduler_of
+from hf_helix.planning.parameters import Bucket
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.rules.registry import baseline_plan
 from hf_helix.planning.schedule.placement import layer_ranks
 from hf_helix.planning.timing.recompute import NONE
 from hf_helix.planning.timing.sizes import FULL_GRADIENTS
-from hf_helix.planning.window.layout import Layout
+from hf_helix.planning.window.layout import Layout, with_traffic
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.failures.heartbeat import watched
-from hf_helix.runtime.gradients.buckets import layout_with_reductions
-from hf_helix.runtime.local_parameters import layout_with_gathers
+from hf_helix.runtime.gradients.buckets import planned_buckets
+from hf_helix.runtime.local_parameters import flat_weights
 from hf_helix.runtime.rank_units import RankUnits, cut_layers, in_halves, place_units
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams.streams import make_streams
@@ -263,10 +264,11 @@ class _Cut:
         )
 
     def traffic(self, rank_units: RankUnits) -> Layout:
-        """The layout with gradient reductions, gathers of weights, and copies to the host and back."""
-        layout = _with_reductions(rank_units, self.config, self.mesh)
-        layout = layout_with_gathers(layout, rank_units.all_units, self.mesh)
-        return replace(layout, on_host=self.host_link is not None)
+        """The layout with the traffic of its parameters: reductions, gathers, copies to the host and back."""
+        layout, units = rank_units.layout, rank_units.all_units
+        buckets, weights = planned_buckets(layout, units, self.mesh), flat_weights(units, self.mesh)
+        often = _reduces_often(layout, buckets, self.config, self.mesh)
+        return with_traffic(layout, buckets, weights, self.host_link is not None, often)
 
 
 def _with_unread(model: Any, family: Family, units: Sequence[Unit]) -> list[Unit]:
@@ -286,18 +288,17 @@ def _with_unread(model: Any, family: Family, units: Sequence[Unit]) -> list[Unit
     return units
 
 
-def _with_reductions(rank_units: RankUnits, config: HelixConfig, mesh: Mesh) -> Layout:
-    """Returns the layout of a rank's units with gradient reductions, see `HelixConfig.reduce_gradients`."""
-    made = partial(layout_with_reductions, rank_units.layout, rank_units.all_units, mesh)
+def _reduces_often(layout: Layout, buckets: Sequence[Bucket], config: HelixConfig, mesh: Mesh) -> bool:
+    """Returns whether sharded gradients are reduced for every micro-batch, see `HelixConfig.reduce_gradients`."""
     if not config.shard_parameters or config.reduce_gradients != AUTO:
-        return made(often=config.reduce_gradients == EVERY_MICROBATCH)
-    once = made()
-    ranks = range(once.num_ranks)
-    full = max(sum(once.reductions[number].bytes for number in once.reductions_of(rank)) for rank in ranks)
+        return config.reduce_gradients == EVERY_MICROBATCH
+    full = [0] * layout.num_ranks
+    for bucket in buckets:
+        full[layout.rank_of(bucket.adders[0][0])] += bucket.bytes
     memory = 1e9 * config.memory_gb if config.memory_gb is not None else math.inf
     if mesh.device.type == "cuda" and config.memory_gb is None:
         memory = torch.cuda.get_device_properties(mesh.device).total_memory
-    return made(often=True) if full > FULL_GRADIENTS * memory else once
+    return max(full) > FULL_GRADIENTS * memory
 
 
 def _ends_of(base: Any, loss_tweaks: LossTweaks) -> tuple[nn.Parameter, nn.Parameter]:

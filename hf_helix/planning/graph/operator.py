@@ -127,6 +127,11 @@ class Operator:
         return not self.writes or set(self.writes) != set(self.non_differentiable)
 
     @property
+    def is_traffic(self) -> bool:
+        """Whether it moves gradients or weights, and no values of a micro-batch, see `planning.parameters`."""
+        return not self.reads and not self.writes
+
+    @property
     def receives(self) -> bool:
         """Whether its results come from another pipeline rank."""
         return self.kind is Kind.PIPELINE and bool(self.writes)
@@ -168,6 +173,8 @@ class Graph:
         self._declare("the inputs list", self.inputs + self.saved_values, known)
         for operator in self.operators:
             self._declare("there are two operators called", (operator.name,), names)
+            if operator.is_traffic:
+                raise ValueError(f"graph {self.name!r}: operator {operator.name!r} reads and writes nothing")
             missing = [value for value in operator.depends_on if value not in known]
             missing += [name for name in operator.ordered_after if name not in names]
             if missing:

@@ -11,7 +11,7 @@ from hf_helix.config import parse_link
 from hf_helix.planning.graph.operator import Graph, Kind, Part
 from hf_helix.planning.schedule.actions import Schedule, num_microbatches_of, without_microbatches
 from hf_helix.planning.timing.profile import EMULATED_LINK, REDUCTIONS_OVER, Profile
-from hf_helix.planning.window.layout import Layout
+from hf_helix.planning.window.layout import Layout, Name
 from hf_helix.planning.window.window import STREAMS, Window, WindowArrays
 
 
@@ -42,8 +42,10 @@ def _link_loads(profile: Profile, arrays: WindowArrays, rank: int, count: int) -
     yield from ((kind.value, count * load) for kind, load in moving.items())
     emulated, own = profile.about.get(EMULATED_LINK), Kind.GRADIENTS.value
     layout = profile.layout
-    once = (each for each in layout.per_step if each.rank == rank and not each.op.kind.copies)
-    names = [each.name for each in once for _ in range(count if each.reduction in layout.reduced_often else 1)]
+    names = list[Name]()
+    for traffic in layout.traffic_of(rank):
+        between_ranks = [name for name, op in traffic.named_operators if not op.kind.copies]
+        names += between_ranks * (count if traffic.every_microbatch else 1)
     yield own if emulated else profile.about.get(REDUCTIONS_OVER, own), sum(profile.times[name] for name in names)
     if emulated:
         streams = {STREAMS.index(kind) for kind in moving if not kind.copies}

@@ -9,7 +9,7 @@ the same position in the mirrored order; so every forward schedule gives a sched
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
 
@@ -58,7 +58,7 @@ def build_call_programs(
     passes of `both` follow each other.
     """
     count = num_microbatches_of(forward)
-    within = layout if layout.reduced_often else replace(layout, reductions=())
+    within = layout if layout.reduces_often else layout.without_reductions
 
     def instructions(schedule: Schedule, of: Layout) -> list[Instruction]:
         return plan.issue(schedule, of, slots_ahead, None if plan.BY_TIMES else rank).program(rank)
@@ -107,6 +107,6 @@ def mirrored(forward: Schedule) -> Schedule:
 def _shifted(instructions: Sequence[Instruction], later: int) -> list[Instruction]:
     """Returns instructions with other numbers of micro-batches; instructions of a step and barriers stay."""
     return [
-        each.of(each.microbatch + later) if each.operator is not None and not each.is_per_step else each
+        each.of(each.microbatch + later) if each.operator is not None and not each.is_traffic else each
         for each in instructions
     ]

@@ -93,7 +93,7 @@ class Precedence:
                         needs[place].append(added[row])
                     if waited_for:
                         added[row] = place
-            if layout.reduced_often and not forward:
+            if layout.reduces_often and not forward:
                 mine, before = weights[layout.rank_of(unit)], weights[layout.rank_of(unit)][-2]
                 mine.append([place for place, index in enumerate(indices, start) if operators[index].part is Part.W])
                 for place in mine[-1]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from hf_helix.planning.collection import without_collection
 from hf_helix.planning.graph.operator import Kind, Operator, Part
+from hf_helix.planning.parameters import Traffic
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.repetition import order_window
 from hf_helix.planning.schedule.actions import Schedule, Slot
@@ -64,7 +65,7 @@ def build_program(
         once = free_values(made.ordered.program(rank), keep)
         if not made.repeats:
             break
-        planned = [place for place, each in enumerate(once) if not each.is_per_step]  # the plan's order
+        planned = [place for place, each in enumerate(once) if not each.is_traffic]  # the plan's order
         begin, end = (planned[place] for place in made.stretches[rank])
         if _repeats(once, begin, end, made.shift):
             return Program(once, (begin, end), made.repeats, made.shift, made.schedule[rank])
@@ -89,7 +90,7 @@ def free_values(program: list[Instruction], keep: Collection[Key] = ()) -> list[
     freed: list[Instruction] = []
     used: dict[int, set[Key]] = {}
     for instruction in reversed(program):
-        if instruction.operator is not None and not instruction.is_per_step:
+        if instruction.operator is not None and not instruction.is_traffic:
             ends = instruction.microbatch not in used
             known = used.setdefault(instruction.microbatch, set(keep))
             keys = dict.fromkeys((*instruction.writes, *instruction.needs))
@@ -113,7 +114,7 @@ def validate_program(
 
     Args:
         sources: values that exist from the start, for example the gradient of the loss.
-        layout: with shared gradients, gradient reductions and weight gathers; None for none.
+        layout: with shared gradients and traffic; None for none.
         slots: of the rank; shared gradients accumulate in their order.
 
     Raises:
@@ -136,28 +137,29 @@ class _Check:
         self._seen: set[tuple[int, int, str, bool]] = set()
         self._latest: dict[tuple[int, str, bool], int] = {}
         self._turns = _turns(slots, layout) if layout and layout.shared and slots else {}
+        self._traffic = {each.unit: each for each in (layout.traffic if layout else ())}
         self._reduced: dict[int, float] = {}  # the last micro-batch in each reduction
-        self._often = layout.reduced_often if layout else {}
         self._gathered: set[int] = set()
         self._adds_to: dict[tuple[int, str], set[int]] = {}
         self._awaited: dict[int, set[int]] = {}
-        for number, reduction in enumerate(layout.reductions if layout else ()):
-            for adder in reduction.adders:
-                self._adds_to.setdefault(adder, set()).add(number)
-        for number, each in enumerate(layout.gathers if layout else ()):
-            for unit in each.units:
-                self._awaited.setdefault(unit, set()).add(number)
+        for each in self._traffic.values():
+            for adder in each.adders:
+                self._adds_to.setdefault(adder, set()).add(each.unit)
+            for unit in each.readers:
+                self._awaited.setdefault(unit, set()).add(each.unit)
 
     def problem(self, instruction: Instruction, op: Operator) -> str:
         """Returns the error of the next instruction; empty for a right one."""
-        if instruction.reduction >= 0:
-            is_often = instruction.reduction in self._often
-            self._reduced[instruction.reduction] = instruction.microbatch if is_often else math.inf
-        elif instruction.gather >= 0:
-            self._gathered.update([] if op.kind.copies else [instruction.gather])
-        else:
-            return self._of_values(instruction, op) or self._of_order(instruction, op) or self._of_step(instruction, op)
-        return ""
+        if instruction.is_traffic:
+            self._note(self._traffic[instruction.unit], instruction.microbatch, op)
+            return ""
+        return self._of_values(instruction, op) or self._of_order(instruction, op) or self._of_traffic(instruction, op)
+
+    def _note(self, traffic: Traffic, microbatch: int, op: Operator) -> None:
+        if traffic.adders:
+            self._reduced[traffic.unit] = microbatch if traffic.every_microbatch else math.inf
+        elif not op.kind.copies:
+            self._gathered.add(traffic.unit)
 
     def _of_values(self, instruction: Instruction, op: Operator) -> str:
         """Finds reads of missing values, and operators that run twice."""
@@ -187,7 +189,7 @@ class _Check:
             return "adds to a shared gradient out of turn"
         return ""
 
-    def _of_step(self, instruction: Instruction, op: Operator) -> str:
+    def _of_traffic(self, instruction: Instruction, op: Operator) -> str:
         """Finds computations before their weight gathers, and additions to gradients after their reduction."""
         if op.kind is Kind.COMPUTE and not self._awaited.get(instruction.unit, set()) <= self._gathered:
             return "comes before its weights are gathered"

@@ -161,7 +161,7 @@ class _Cost:
         communicates = any(stream != COMPUTE for stream in alone.streams)
         factors = COMPUTE_TIME_FACTORS if communicates else COMPUTE_TIME_FACTORS[:1]
         self._bounds = [bound(alone.with_compute_scaled(factor), layout) for factor in factors]
-        arrays = self._scheduler.window.arrays(profile.times, per_step=True)
+        arrays = self._scheduler.window.arrays(profile.times, traffic=True)
         self._arrays = [arrays.with_compute_scaled(factor) for factor in factors]
         self.names = alone.names
 
@@ -248,7 +248,7 @@ def defer_weight_gradients(priorities: Priorities, profile: Profile, schedule: S
     # A window just long enough to show how its last backward ends.
     short = without_microbatches(schedule, min(num_microbatches_of(schedule), MICROBATCHES * layout.num_ranks))
     scheduler = ListScheduler(short, layout, priorities.times, priorities.extra_live_layers)
-    arrays = scheduler.window.arrays(profile.times, per_step=True)
+    arrays = scheduler.window.arrays(profile.times, traffic=True)
     plain = scheduler.peaks(scheduler.order(priorities.priority))
     limits = [max(pair) + SLACK for pair in zip(plain, scheduler.limits, strict=True)]
 

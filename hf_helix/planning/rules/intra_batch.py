@@ -26,7 +26,7 @@ from hf_helix.planning.graph.backward import (
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
 from hf_helix.planning.plan.block_plan import BlockPlan
 from hf_helix.planning.timing.profile import Pair, Profile
-from hf_helix.planning.window.layout import Layout, Name, is_per_step, named_operators
+from hf_helix.planning.window.layout import Layout, Name, is_traffic, named_operators
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,11 @@ def tile_layout(layout: Layout, tiles: int) -> Layout:
         rows = [f"{name.removesuffix('.W')}.{tile}.W" for tile in range(tiles)]
         return [(unit, each) for each in ([name] if name in known else rows)]
 
-    sums = [
-        replace(gradient_sum, adders=tuple(each for adder in gradient_sum.adders for each in adders(*adder)))
-        for gradient_sum in layout.reductions
+    traffic = [
+        replace(moved, adders=tuple(each for adder in moved.adders for each in adders(*adder)))
+        for moved in layout.traffic
     ]
-    return replace(layout, graphs=graphs, shared=(), reductions=sums)
+    return replace(layout, graphs=graphs, shared=(), traffic=traffic)
 
 
 def tile_pair(pair: GraphPair, tiles: int) -> GraphPair:
@@ -184,7 +184,7 @@ def tile_profile(profile: Profile, tiles: int) -> Profile:
     layout = tile_layout(old, tiles)
     sources = {name: source_of(name, op, profile, tiles) for name, op in named_operators(layout)}
     times = {name: profile.times[source] / parts for name, (source, parts) in sources.items()}
-    of_window = [name for name in profile.times if is_per_step(name)]  # also reductions outside a part of the window
+    of_window = [name for name in profile.times if is_traffic(name)]  # also reductions outside a part of the window
     times |= {name: profile.times[name] for name in of_window}
     spread = {name: profile.spread.get(source, 0.0) for name, (source, _) in sources.items()}
     first = {name: name if name in times else _first_tile(name, op) for name, op in named_operators(old)}

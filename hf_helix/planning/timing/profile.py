@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.parameters import GRADIENTS
 from hf_helix.planning.timing.operator_clock import Slowdown
 from hf_helix.planning.window.layout import (
-    REDUCTIONS,
     Layout,
     Name,
-    is_per_step,
+    is_traffic,
     named_operators,
-    named_per_step,
+    named_traffic,
 )
 
 EMULATED_LINK = "emulated_link"
@@ -101,7 +101,7 @@ class Profile:
 
     @cached_property
     def _kinds(self) -> dict[Name, Kind]:
-        return {name: op.kind for name, op in (*named_operators(self.layout), *named_per_step(self.layout))}
+        return {name: op.kind for name, op in (*named_operators(self.layout), *named_traffic(self.layout))}
 
     @cached_property
     def _slowdowns(self) -> tuple[dict[tuple[Name, Name], float], dict[tuple[Kind, Kind], float]]:
@@ -155,7 +155,7 @@ class Profile:
 
 def rough_profile(layout: Layout) -> Profile:
     """A profile without a measurement: the relative cost of every operator, in milliseconds."""
-    operators = (*named_operators(layout), *named_per_step(layout))
+    operators = (*named_operators(layout), *named_traffic(layout))
     return Profile({"measured": "no"}, layout, {name: op.relative_cost * 1e-3 for name, op in operators})
 
 
@@ -175,15 +175,15 @@ def slowdown_of(alone: float, concurrent: float, other: float) -> float:
 def check_times(layout: Layout, times: Mapping[Name, float], pairs: Mapping[tuple[Name, Name], Pair]) -> None:
     """Raises ValueError, naming the operator, if times are missing, unknown or impossible."""
     known = {name for name, _ in named_operators(layout)}
-    for name in sorted((known | {name for name, _ in named_per_step(layout)}) - times.keys()):
+    for name in sorted((known | {name for name, _ in named_traffic(layout)}) - times.keys()):
         what = f"operator {join_name(name)!r}"
-        if is_per_step(name):
-            is_sum = name[0] == REDUCTIONS
+        if is_traffic(name):
+            is_sum = name[0] == GRADIENTS
             what = "sums of gradients" if is_sum else "gathers of weights"
             what = f"the {what} ({len(layout.reductions if is_sum else layout.gathers)} here)"
         raise ValueError(f"the profile does not cover {what}")
     for name in [*times, *(name for pair in pairs for name in pair)]:
-        if name not in known and not is_per_step(name):  # a part of the layout may lack these
+        if name not in known and not is_traffic(name):  # a part of the layout may lack these
             raise ValueError(f"the profile names {join_name(name)!r}, which is not an operator of these graphs")
     for name, seconds in times.items():
         _check_time(join_name(name), seconds)

@@ -15,9 +15,10 @@ from typing import Any, get_type_hints
 
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
+from hf_helix.planning.parameters import Bucket, FlatWeights
 from hf_helix.planning.text import first_difference, format_json, round_ms
 from hf_helix.planning.timing.profile import OperatorMemory, Pair, Profile, join_name
-from hf_helix.planning.window.layout import GradientReduction, Layout, Name, WeightGather
+from hf_helix.planning.window.layout import Layout, Name, with_traffic
 
 FORMAT = "hf_helix.profile/1"
 
@@ -85,16 +86,9 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
     if set(units) != graphs.keys() or any(unit not in range(len(units)) for chunk in chunks.values() for unit in chunk):
         raise ValueError("its layout names units that it does not hold")
     shared = [[(int(unit), str(name)) for unit, name in row] for row in data["layout"].get("shared", ())]
-    sums = [
-        GradientReduction(
-            tuple((int(unit), str(name)) for unit, name in row["adders"]),
-            int(row["bytes"]),
-            bool(row.get("every_microbatch", False)),
-        )
-        for row in data["layout"].get("sums", ())
-    ]
-    gathers = [
-        WeightGather(tuple(map(int, row["units"])), str(row["name"]), int(row["bytes"]))
+    buckets = [_bucket_from(row) for row in data["layout"].get("sums", ())]
+    weights = [
+        FlatWeights(tuple(map(int, row["units"])), str(row["name"]), int(row["bytes"]))
         for row in data["layout"].get("gathers", ())
     ]
     ranks = [int(rank) for rank in data["layout"].get("ranks", ())]
@@ -117,8 +111,14 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
         pairs[_split(row["first"]), _split(row["second"])] = Pair(*seconds)
     memory = {_split(name): OperatorMemory(*map(int, row)) for name, row in data.get("memory", {}).items()}
     about = {str(key): str(value) for key, value in data["about"].items()}
-    layout = Layout(units, chunks, graphs, shared, ranks, sums, gathers, bool(data["layout"].get("on_host")))
+    layout = Layout(units, chunks, graphs, shared, ranks)
+    layout = with_traffic(layout, buckets, weights, bool(data["layout"].get("on_host")), often=True)
     return Profile(about, layout, times, spread, pairs, like, moved, memory)
+
+
+def _bucket_from(row: Mapping[str, Any]) -> Bucket:
+    adders = tuple((int(unit), str(name)) for unit, name in row["adders"])
+    return Bucket((), adders, int(row["bytes"]), is_sharded_within_unit=bool(row.get("every_microbatch", False)))
 
 
 def _split(text: str) -> Name:
@@ -142,7 +142,9 @@ def profile_json(profile: Profile) -> str:
         | ({"every_microbatch": True} if each.every_microbatch else {})
         for each in reductions
     ]
-    gathers = [{"bytes": each.bytes, "name": each.name, "units": list(each.units)} for each in moved]
+    gathers = [
+        {"bytes": each.bytes, "name": each.operators[-1].forward_name, "units": list(each.readers)} for each in moved
+    ]
     memory = {join_name(name): list(astuple(each)) for name, each in profile.memory.items()}
     data = {
         "format": FORMAT,
@@ -166,7 +168,7 @@ def profile_json(profile: Profile) -> str:
             "ranks": list(profile.layout.ranks),
             **({"sums": sums} if sums else {}),
             **({"gathers": gathers} if gathers else {}),
-            **({"on_host": True} if profile.layout.on_host else {}),
+            **({"on_host": True} if profile.layout.is_on_host else {}),
         },
         **({"memory": memory} if memory else {}),
         "graphs": {name: graph_data(pair.forward) for name, pair in profile.layout.graphs.items()},

@@ -12,7 +12,7 @@ from hf_helix.config import OFFLOAD, RECOMPUTE
 from hf_helix.planning.graph.backward import GraphPair, differentiated
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
 from hf_helix.planning.timing.profile import Profile
-from hf_helix.planning.window.layout import named_operators, named_per_step
+from hf_helix.planning.window.layout import named_operators, named_traffic
 
 NONE, SELECTIVE, FULL = RECOMPUTE
 
@@ -70,7 +70,7 @@ def recompute_profile(profile: Profile, mode: str) -> Profile:
         name: name if name in profile.times else (name[0], f"F.{op.forward_name}")
         for name, op in named_operators(layout)
     }
-    sources |= {name: name for name, _ in named_per_step(layout)}
+    sources |= {name: name for name, _ in named_traffic(layout)}
     like = {name: profile.like.get(source, source) for name, source in sources.items()}
     return replace(
         profile,

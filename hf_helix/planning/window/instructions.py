@@ -13,19 +13,17 @@ from typing import NamedTuple
 
 from hf_helix.planning.graph.operator import Operator, Part
 from hf_helix.planning.schedule.actions import Action, Slot
-from hf_helix.planning.window.layout import GATHERS, REDUCTIONS, Key, Layout, Name
+from hf_helix.planning.window.layout import Key, Layout, Name
 
 
 class Instruction(NamedTuple):
     """One operator for one micro-batch; without an operator, a barrier.
 
     Attributes:
-        unit: index among the layout's units; of a barrier, any unit of its rank (-1 for a single rank).
+        unit: index among the layout's units, or of traffic; of a barrier, any unit of its rank (-1 for a single rank).
         accumulates, control_deps, weights: see `Operator`, by key.
         frees: values without a later reader.
-        ends: whether nothing of the micro-batch follows, gradient reductions apart.
-        reduction: of a gradient reduction, its index among the layout's; of all others -1.
-        gather: of a weight gather, its index among the layout's; of all others -1.
+        ends: whether nothing of the micro-batch follows but traffic.
     """
 
     microbatch: int
@@ -36,15 +34,13 @@ class Instruction(NamedTuple):
     writes: tuple[Key, ...] = ()
     frees: tuple[Key, ...] = ()
     ends: bool = False
-    reduction: int = -1
     control_deps: tuple[Key, ...] = ()
     weights: tuple[Key, ...] = ()
-    gather: int = -1
 
     @property
-    def is_per_step(self) -> bool:
-        """Whether the instruction is a gradient reduction or a weight gather, for no value of a micro-batch."""
-        return self.reduction >= 0 or self.gather >= 0
+    def is_traffic(self) -> bool:
+        """Whether the instruction moves gradients or weights, for no value of a micro-batch."""
+        return self.operator is not None and self.operator.is_traffic
 
     @property
     def needs(self) -> tuple[Key, ...]:
@@ -64,10 +60,7 @@ def entry_of(instruction: Instruction, layout: Layout) -> Name:
     """The name of the operator of an instruction, see `Name`."""
     op = instruction.operator
     assert op is not None
-    unit = layout.units[instruction.unit]
-    if instruction.is_per_step:
-        unit = REDUCTIONS if instruction.gather < 0 else GATHERS
-    return unit, f"{'F' if op.part is Part.F else 'B'}.{op.name}"
+    return layout.name_of(instruction.unit), f"{'F' if op.part is Part.F else 'B'}.{op.name}"
 
 
 def transfer_key(instruction: Instruction) -> tuple[int, bool, int]:

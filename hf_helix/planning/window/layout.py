@@ -7,54 +7,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hf_helix.planning.graph.backward import OF_SLICES, RECEIVE, SEND, GraphPair
-from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
+from hf_helix.planning.graph.operator import Graph, Operator
+from hf_helix.planning.parameters import GRADIENTS, WEIGHTS, Adder, Bucket, FlatWeights, Traffic, traffic_of
 
 Key = tuple[int, str]
 """A value of a micro-batch: the unit that names the value, and the name. A value that leaves a unit keeps its key."""
 
 Name = tuple[str, str]
-"""An operator: the name of its unit and its entry in a plan, such as ("layer", "B.mlp.down.W"). Operators of a step
-belong to no unit: ("gradients", "B.sum.0"), ("weights", "F.gather.0") and so on, as the layout numbers them."""
-
-REDUCTIONS, GATHERS = "gradients", "weights"
-"""The first part of the names of operators of a step: gradient reductions and weight gathers."""
-
-GATHER_COST = 8.0
-"""A rough relative time of a weight gather, until the gather is measured; a norm has 1."""
-
-
-@dataclass(frozen=True)
-class GradientReduction:
-    """A bucket: gradients that replicas (dp, cp) reduce together, once the last micro-batch has added to all."""
-
-    # the backward operators that add to the gradients, as (unit, name), all on one pipeline rank
-    adders: tuple[tuple[int, str], ...]
-    bytes: int  # of the gradients, on the rank with most bytes
-    every_microbatch: bool = False  # whether every micro-batch's gradients are reduced, and summed in shards
-
-
-@dataclass(frozen=True)
-class WeightGather:
-    """ZeRO-1 weights: replicated on every rank, with a shard stepped by each replica (`shard_optimizer`).
-
-    A window gathers the weights once, from its start on, in the order of the layout. The first computation of a unit
-    waits for all gathers of the unit.
-    """
-
-    units: tuple[int, ...]  # the units with these weights, all on one pipeline rank
-    name: str  # unique among the gathers of these units
-    bytes: int  # of the weights, on the rank with most bytes
-
-
-@dataclass(frozen=True)
-class StepOperator:
-    """A gradient reduction, a weight gather, or a copy of either between host and device."""
-
-    name: Name
-    op: Operator
-    rank: int  # of the pipeline
-    reduction: int = -1  # its index among the layout's; of all others -1
-    gather: int = -1  # its index among the layout's; of all others -1
+"""An operator: the name of its unit and its entry in a plan, such as ("layer", "B.mlp.down.W"). For traffic, see
+`Traffic.named_operators`: ("gradients", "B.sum.0"), ("weights", "F.gather.0") and so on."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +29,9 @@ class Layout:
         ranks: the pipeline rank of each virtual stage; empty for a single rank.
         shared: backward operators, as (unit, name), that add to one gradient, for example the gradient of tied
             embeddings; each row in the order of a micro-batch's backward.
-        reductions: gradient reductions of all pipeline ranks; reductions of a rank in the order in which a micro-batch
-            would complete the gradients; empty without replicas.
-        gathers: weight gathers of all pipeline ranks; gathers of a rank in the order in which a micro-batch first reads
-            the weights.
-        on_host: whether weights and optimizer states lie on the host: a copy to the host follows each reduction,
-            and a copy to the device precedes each gather.
+        traffic: gradient reductions of all pipeline ranks, then weight gathers, see `planning.parameters`. Reductions
+            of a rank are in the order in which a micro-batch would complete the gradients, gathers of a rank in the
+            order in which a micro-batch first reads the weights.
     """
 
     units: Sequence[str]
@@ -81,13 +39,11 @@ class Layout:
     graphs: Mapping[str, GraphPair]
     shared: Sequence[Sequence[tuple[int, str]]] = ()
     ranks: Sequence[int] = ()
-    reductions: Sequence[GradientReduction] = ()
-    gathers: Sequence[WeightGather] = ()
-    on_host: bool = False
+    traffic: Sequence[Traffic] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shared", tuple(tuple((unit, name) for unit, name in row) for row in self.shared))
-        for name in ("ranks", "reductions", "gathers"):
+        for name in ("ranks", "traffic"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @cached_property
@@ -101,67 +57,47 @@ class Layout:
         return {}
 
     @cached_property
+    def reductions(self) -> tuple[Traffic, ...]:
+        """The gradient reductions."""
+        return tuple(each for each in self.traffic if each.adders)
+
+    @cached_property
+    def gathers(self) -> tuple[Traffic, ...]:
+        """The weight gathers."""
+        return tuple(each for each in self.traffic if each.readers)
+
+    @cached_property
     def without_gathers(self) -> Layout:
         """The layout without weight gathers."""
-        return replace(self, gathers=()) if self.gathers else self
+        return replace(self, traffic=self.reductions) if self.gathers else self
 
     @cached_property
-    def reduced_often(self) -> dict[int, int]:
-        """The gradient reductions of every micro-batch, as indices into `reductions`, numbered from 0."""
-        often = (number for number, each in enumerate(self.reductions) if each.every_microbatch)
-        return {number: place for place, number in enumerate(often)}
+    def without_reductions(self) -> Layout:
+        """The layout without gradient reductions."""
+        return replace(self, traffic=self.gathers) if self.reductions else self
 
     @cached_property
-    def often_adding(self) -> dict[tuple[int, str], list[int]]:
-        """The gradient reductions of `reduced_often` that each adder adds to."""
-        found: dict[tuple[int, str], list[int]] = {}
-        for number in self.reduced_often:
-            for adder in self.reductions[number].adders:
-                found.setdefault(adder, []).append(number)
+    def is_on_host(self) -> bool:
+        """Whether traffic is copied to the host and back."""
+        return any(op.kind.copies for each in self.traffic for op in each.operators)
+
+    @cached_property
+    def reduces_often(self) -> bool:
+        """Whether there are gradient reductions of every micro-batch."""
+        return any(each.every_microbatch for each in self.traffic)
+
+    @cached_property
+    def often_adding(self) -> dict[Adder, list[int]]:
+        """The gradient reductions of every micro-batch that each operator adds to, by unit."""
+        found: dict[Adder, list[int]] = {}
+        for traffic in self.traffic:
+            for adder in traffic.adders if traffic.every_microbatch else ():
+                found.setdefault(adder, []).append(traffic.unit)
         return found
 
     @cached_property
-    def per_step(self) -> list[StepOperator]:
-        """The gradient reductions, the weight gathers, and the copies of both in the same order: a copy to the host
-        after each reduction, a copy to the device before each gather."""
-        made = []
-        for number, reduction in enumerate(self.reductions):
-            adders = (self.graphs[self.units[unit]].backward[name] for unit, name in reduction.adders)
-            cost = sum(adder.relative_cost for adder in adders)  # a rough guess
-            op = Operator(
-                name=f"sum.{number}", kind=Kind.GRADIENTS, reads=(), writes=(), part=Part.B, relative_cost=cost
-            )
-            rank = self.rank_of(reduction.adders[0][0])
-            made.append(StepOperator((REDUCTIONS, f"B.{op.name}"), op, rank, reduction=number))
-        for number, gather in enumerate(self.gathers):
-            op = Operator(
-                name=f"gather.{number}",
-                kind=Kind.GRADIENTS,
-                reads=(),
-                writes=(),
-                forward_name=gather.name,
-                relative_cost=GATHER_COST,
-            )
-            made.append(StepOperator((GATHERS, f"F.{op.name}"), op, self.rank_of(gather.units[0]), gather=number))
-        for each in [*made] if self.on_host else ():
-            kind, number = (Kind.DOWN, each.reduction) if each.reduction >= 0 else (Kind.UP, each.gather)
-            op = replace(each.op, name=f"{kind.name.lower()}.{number}", kind=kind)
-            made.append(replace(each, name=(each.name[0], f"{each.name[1][0]}.{op.name}"), op=op))
-        return made
-
-    @property
-    def reduction_names(self) -> list[Name]:
-        """The names of the gradient reductions in the order of `reductions`."""
-        return [each.name for each in self.per_step[: len(self.reductions)]]
-
-    @property
-    def gather_names(self) -> list[Name]:
-        """The names of the weight gathers in the order of `gathers`."""
-        return [each.name for each in self.per_step[len(self.reductions) :][: len(self.gathers)]]
-
-    def copy_names(self, kind: Kind) -> list[Name]:
-        """The names of the copies to the host after each reduction (`DOWN`), or to the device before each gather."""
-        return [each.name for each in self.per_step if each.op.kind is kind]
+    def _traffic(self) -> dict[int, Traffic]:
+        return {each.unit: each for each in self.traffic}
 
     @property
     def is_spread(self) -> bool:
@@ -174,8 +110,13 @@ class Layout:
         return max(self.ranks, default=0) + 1
 
     def rank_of(self, unit: int) -> int:
-        """Returns the pipeline rank of a unit."""
-        return self._homes.get(unit, 0)
+        """Returns the pipeline rank of a unit, or of traffic."""
+        traffic = self._traffic.get(unit)
+        return self._homes.get(unit if traffic is None else traffic.home, 0)
+
+    def name_of(self, unit: int) -> str:
+        """Returns the name of a unit, or of traffic."""
+        return self.units[unit] if unit < len(self.units) else self._traffic[unit].name
 
     def units_of(self, rank: int) -> list[int]:
         """The units of a pipeline rank in forward order."""
@@ -194,13 +135,13 @@ class Layout:
         pair = self.graphs[self.units[unit]]
         return pair.forward if forward else pair.backward
 
-    def reductions_of(self, rank: int) -> list[int]:
-        """The gradient reductions of a pipeline rank, as indices into `reductions`."""
-        return [number for number, each in enumerate(self.reductions) if self.rank_of(each.adders[0][0]) == rank]
+    def traffic_at(self, unit: int) -> Traffic:
+        """The traffic with an index of `Traffic.unit`."""
+        return self._traffic[unit]
 
-    def gathers_of(self, rank: int) -> list[int]:
-        """The weight gathers of a pipeline rank, as indices into `gathers`."""
-        return [number for number, gather in enumerate(self.gathers) if self.rank_of(gather.units[0]) == rank]
+    def traffic_of(self, rank: int) -> list[Traffic]:
+        """The traffic of a pipeline rank."""
+        return [each for each in self.traffic if self.rank_of(each.unit) == rank]
 
     def transfers(self, unit: int) -> bool:
         """Whether a unit is a transfer between ranks."""
@@ -212,13 +153,14 @@ class Layout:
         for stage, chunk in self.chunks.items():
             names = " ".join(self.units[unit] for unit in chunk)
             lines.append(f"stage {stage} on rank {self.ranks[stage] if self.ranks else 0}: {names}")
+        often = [number for number, each in enumerate(self.reductions) if each.every_microbatch]
         if self.reductions:
             lines.append(f"{len(self.reductions)} gradient sums of {[each.bytes for each in self.reductions]} bytes")
-        if self.reduced_often:
-            lines.append(f"gradient sums {[*self.reduced_often]} in every micro-batch")
+        if often:
+            lines.append(f"gradient sums {often} in every micro-batch")
         if self.gathers:
             lines.append(f"{len(self.gathers)} gathers of weights of {[each.bytes for each in self.gathers]} bytes")
-        lines += ["copies to the host and back"] if self.on_host else []
+        lines += ["copies to the host and back"] if self.is_on_host else []
         return "\n".join(lines)
 
     def key(self, unit: int, value: str, forward: bool) -> Key:
@@ -275,7 +217,7 @@ def place_names(
 
 
 def sub_layout(layout: Layout, stages: Sequence[Sequence[int]], ranks: Sequence[int] = ()) -> Layout:
-    """Returns the layout of some units, given by virtual stage, without gradient reductions and gathers of weights.
+    """Returns the layout of some units, given by virtual stage, without traffic.
 
     Args:
         layout: the layout of all units.
@@ -289,6 +231,23 @@ def sub_layout(layout: Layout, stages: Sequence[Sequence[int]], ranks: Sequence[
     return Layout([layout.units[unit] for unit in units], chunks, layout.graphs, shared, ranks)
 
 
+def with_traffic(
+    layout: Layout,
+    buckets: Sequence[Bucket],
+    weights: Sequence[FlatWeights],
+    on_host: bool = False,
+    often: bool = False,
+) -> Layout:
+    """Returns a layout with the traffic of its trained parameters.
+
+    Args:
+        layout: without traffic.
+        buckets, weights, on_host, often: see `hf_helix.planning.parameters.traffic_of`.
+    """
+    costs = [sum(layout.graph(unit, False)[name].relative_cost for unit, name in each.adders) for each in buckets]
+    return replace(layout, traffic=traffic_of(buckets, weights, len(layout.units), costs, on_host, often))
+
+
 def named_operators(layout: Layout) -> Iterator[tuple[Name, Operator]]:
     """Every operator of the units, once."""
     for unit, pair in layout.graphs.items():
@@ -296,11 +255,11 @@ def named_operators(layout: Layout) -> Iterator[tuple[Name, Operator]]:
             yield (unit, entry), op
 
 
-def named_per_step(layout: Layout) -> list[tuple[Name, Operator]]:
-    """The operators that run once a step: gradient reductions, weight gathers, and copies of both."""
-    return [(each.name, each.op) for each in layout.per_step]
+def named_traffic(layout: Layout) -> list[tuple[Name, Operator]]:
+    """Every operator of the traffic."""
+    return [pair for each in layout.traffic for pair in each.named_operators]
 
 
-def is_per_step(name: Name) -> bool:
-    """Returns whether a name is the name of a weight gather, a gradient reduction, or a copy of either."""
-    return name[0] in (REDUCTIONS, GATHERS)
+def is_traffic(name: Name) -> bool:
+    """Returns whether a name is the name of an operator of traffic."""
+    return name[0] in (GRADIENTS, WEIGHTS)

@@ -26,12 +26,6 @@ from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.window.instructions import Instruction, UnitPass
 from hf_helix.planning.window.window import COMPUTE, NONE, Times, Window, WindowArrays
 
-BUCKET_BYTES = 25 * 2**20
-SMALLEST_BYTES = 2**20
-"""Below this size a collective takes its latency: smaller buckets gain nothing."""
-
-TAIL = 4
-
 MAX_COPIES = 2
 """How many buckets may have a copy in flight when the next copy is made, if streams hold memory or every micro-batch is
 reduced: the buffers of flat parameters, and upcasts of gradients in half precision. Computation waits for others."""
@@ -64,7 +58,7 @@ class OrderedWindow:
             KeyError: `times` lacks an operator.
         """
         window, awaited = self.window, self.window.pattern.is_awaited
-        arrays, order = window.arrays(times, per_step=True), list[int]()
+        arrays, order = window.arrays(times, traffic=True), list[int]()
         for rank, places in enumerate(self.orders):
             moving: list[int] = []
             often, waits = list[int](), list[int]()
@@ -146,43 +140,20 @@ def _turns(window: Window, order: Order) -> tuple[dict[int, int], list[list[int]
 
 def reduce_gradients(window: Window, order: Order) -> Order:
     """Inserts each gradient reduction after the last adder to its gradients."""
-    added: dict[int, list[int]] = {}
-    left = set(window.reduction_places.values())
+    completes, added = window.pattern.completes, dict[int, list[int]]()
+    left = {place for place, each in enumerate(window.traffic, len(window)) if each.traffic.adders}
     for position in range(len(order) - 1, -1, -1) if left else ():
         place = order[position]
-        numbers = window.pattern.reductions.get(window.indices[place], ()) if place >= 0 else ()
-        last = [window.reduction_place(number, window.microbatches[place]) for number in numbers]
-        last = [each for each in last if each in left]
-        if last:
-            added[position] = [each for first in last for each in (first, *window.copy_places(first))]
-            left.difference_update(last)
-            if not left:
-                break
+        for traffic in completes.get(window.indices[place], ()) if place >= 0 else ():
+            moves = window.places_of(traffic, window.microbatches[place])
+            if moves[0] in left:
+                added.setdefault(position, []).extend(moves)
+                left.difference_update(moves)
+        if not left:
+            break
     if not added:
         return order
     return [each for position, place in enumerate(order) for each in (place, *added.get(position, ()))]
-
-
-def fill_buckets(sizes: Sequence[int], largest: int) -> list[int]:
-    """Returns the bucket of each gradient, numbered from 0.
-
-    The last reduction of a window is exposed. So when fewer than `TAIL` buckets are left, each bucket takes a part of
-    1 / `TAIL` of the remaining bytes.
-
-    Args:
-        sizes: bytes of the gradients, in the order in which a single micro-batch completes the gradients.
-        largest: bytes of a bucket at most; a larger gradient gets a bucket of its own.
-    """
-    left = sum(size for size in sizes if size <= largest)
-    buckets: list[int] = []
-    number, filled, limit = -1, 0, 0
-    for size in sizes:
-        if not buckets or filled + size > limit:
-            number, filled, limit = number + 1, 0, min(largest, max(SMALLEST_BYTES, left // TAIL))
-        buckets.append(number)
-        filled += size
-        left -= size if size <= largest else 0
-    return buckets
 
 
 # -- weight gathers --------------------------------------------------------------------------------------------------
@@ -190,12 +161,11 @@ def fill_buckets(sizes: Sequence[int], largest: int) -> list[int]:
 
 def gather_weights(window: Window, order: Order) -> Order:
     """Issues the weight gathers of the ranks of an order before everything else."""
-    gathers = window.layout.gathers
-    if not gathers:
+    layout = window.layout
+    if not layout.gathers:
         return order
     ranks = {
         window.pattern.ranks[index] for index in {window.indices[place] for place in order if 0 <= place < len(window)}
     }
-    mine = (number for number, gather in enumerate(gathers) if window.layout.rank_of(gather.units[0]) in ranks)
-    places = (window.gather_place(number) for number in mine)
-    return [*(each for place in places for each in (*window.copy_places(place), place)), *order]
+    own = [each for each in layout.gathers if layout.rank_of(each.unit) in ranks]
+    return [*(place for each in own for place in window.places_of(each, 0)), *order]

@@ -10,9 +10,9 @@ micro-batch, so the instructions of one micro-batch (the `Pattern`) describe the
     indices[place]   0       1         2          0       1                  index into the pattern
     microbatches     0       0         0          1       1
 
-Places from `len(window)` on belong to `Window.per_step`: gradient reductions, weight gathers, copies of both. In an
-order of issue a negative number, of `barrier_of`, stands for a barrier. The passes of `planning.window.passes` change
-orders of places; places become instructions once, at the end.
+Places from `len(window)` on belong to `Window.traffic`: gradients and weights that travel. In an order of issue a
+negative number, of `barrier_of`, stands for a barrier. The passes of `planning.window.passes` change orders of places;
+places become instructions once, at the end.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 from hf_helix.planning.graph.operator import Kind, Operator, Part
+from hf_helix.planning.parameters import Traffic
 from hf_helix.planning.schedule.actions import Schedule, num_microbatches_of
 from hf_helix.planning.window.instructions import (
     PARTS_OF,
@@ -32,7 +33,7 @@ from hf_helix.planning.window.instructions import (
     slot_passes,
     transfer_key,
 )
-from hf_helix.planning.window.layout import Layout, Name, StepOperator
+from hf_helix.planning.window.layout import Layout, Name
 
 Value = TypeVar("Value")
 
@@ -204,23 +205,22 @@ class Pattern:
         return found
 
     @cached_property
-    def reductions(self) -> dict[int, list[int]]:
-        """Returns the gradient reductions that each instruction adds to."""
-        found: dict[int, list[int]] = {}
-        for number, adders in enumerate(self.adders):
-            for index in adders:
-                found.setdefault(index, []).append(number)
+    def completes(self) -> dict[int, list[Traffic]]:
+        """The gradient reductions that each instruction adds to."""
+        found: dict[int, list[Traffic]] = {}
+        for traffic in self._layout.reductions:
+            for index in self.adders_of(traffic):
+                found.setdefault(index, []).append(traffic)
         return found
 
+    def adders_of(self, traffic: Traffic) -> list[int]:
+        """Returns the instructions that add to a gradient reduction."""
+        return [self._backward[adder] for adder in traffic.adders]
+
     @cached_property
-    def adders(self) -> list[list[int]]:
-        """Returns the instructions that add to each gradient reduction."""
-        indices = {
-            (unit, self.operators[index].name): index
-            for unit in {unit for each in self._layout.reductions for unit, _ in each.adders}
-            for index in self.spans[unit, False]
-        }
-        return [[indices[adder] for adder in each.adders] for each in self._layout.reductions]
+    def _backward(self) -> dict[tuple[int, str], int]:
+        units = {unit for each in self._layout.reductions for unit, _ in each.adders}
+        return {(unit, self.operators[index].name): index for unit in units for index in self.spans[unit, False]}
 
     def of(self, unit: int, computation_type: str) -> Sequence[int]:
         """The instructions of a pass through a unit, as indices: a whole direction, or a half of backward."""
@@ -238,6 +238,15 @@ def _lane(instruction: Instruction, op: Operator, layout: Layout) -> int:
     if op.sends:
         return 1 + layout.rank_of(instruction.unit + (1 if forward else -1))
     return -1 - 2 * instruction.unit - forward
+
+
+class TrafficPlace(NamedTuple):
+    """An operator of traffic in a window."""
+
+    traffic: Traffic
+    name: Name
+    op: Operator
+    microbatch: int  # the last with gradients in it; of weights, any
 
 
 class NumberedPass(NamedTuple):
@@ -300,40 +309,37 @@ class Window:
         self.microbatches += [made.microbatch] * len(made.indices)
 
     @cached_property
-    def per_step(self) -> list[StepOperator]:
-        """The operators at the places from `len(self)` on: the layout's; then, micro-batch by micro-batch, the
-        reductions before the last micro-batch."""
-        often = [self.layout.per_step[number] for number in self.layout.reduced_often]
-        return self.layout.per_step + often * (len(self.at) - 1)
+    def traffic(self) -> list[TrafficPlace]:
+        """The traffic at the places from `len(self)` on."""
+        last = len(self.at) - 1
+        every = [(each, last) for each in self.layout.traffic]
+        every += [(each, earlier) for earlier in range(last) for each in self.layout.traffic if each.every_microbatch]
+        return [
+            TrafficPlace(each, name, op, microbatch)
+            for each, microbatch in every
+            for name, op in each.named_operators
+            if microbatch == last or op is each.operators[0]
+        ]
 
     @cached_property
-    def reduction_places(self) -> dict[tuple[int, int], int]:
-        """The places of the gradient reductions, by their index in the layout and their last micro-batch."""
-        layout, last = self.layout, len(self.at) - 1
-        found = {
-            (number, last): place for number, place in enumerate(range(len(self), len(self) + len(layout.reductions)))
-        }
-        earlier = ((number, microbatch) for microbatch in range(last) for number in layout.reduced_often)
-        return found | {key: place for place, key in enumerate(earlier, len(self) + len(layout.per_step))}
+    def _traffic_at(self) -> dict[tuple[int, int], list[int]]:
+        found: dict[tuple[int, int], list[int]] = {}
+        for place, each in enumerate(self.traffic, len(self)):
+            found.setdefault((each.traffic.unit, each.microbatch), []).append(place)
+        return found
 
-    def reduction_place(self, number: int, microbatch: int) -> int:
-        """The place of the gradient reduction, by its index in the layout, that a micro-batch's gradients are in."""
-        found = self.reduction_places.get((number, microbatch))
-        return self.reduction_places[number, len(self.at) - 1] if found is None else found
-
-    def gather_place(self, number: int) -> int:
-        """The place of a weight gather, by its index in the layout."""
-        return len(self) + len(self.layout.reductions) + number
-
-    def copy_places(self, place: int) -> list[int]:
-        """The place of the copy between host and device of a reduction or gather, if there is one."""
-        count = len(self.layout.reductions) + len(self.layout.gathers)
-        return [place + count] if self.layout.on_host and place - len(self) < count else []
+    def places_of(self, traffic: Traffic, microbatch: int) -> list[int]:
+        """Returns the places of the traffic with a micro-batch's gradients, or with weights, in order."""
+        if traffic.every_microbatch:
+            return self._traffic_at[traffic.unit, microbatch]
+        return self._traffic_at[traffic.unit, len(self.at) - 1]
 
     def is_reduced_often(self, place: int) -> bool:
         """Whether a place is a gradient reduction of every micro-batch."""
-        step = self.per_step[place - len(self)] if place >= len(self) else None
-        return step is not None and step.reduction in self.layout.reduced_often and not step.op.kind.copies
+        if place < len(self):
+            return False
+        traffic, _, op, _ = self.traffic[place - len(self)]
+        return traffic.every_microbatch and not op.kind.copies
 
     def per_place(self, values: Sequence[Value]) -> list[Value]:
         """Values of the pattern's instructions, repeated for every place."""
@@ -342,7 +348,7 @@ class Window:
     def instructions(self, order: Iterable[int]) -> list[Instruction]:
         """Returns the instructions of an order of issue: here places become instructions.
 
-        A gradient reduction has the micro-batch and the unit of the last instruction before it.
+        A gradient reduction has the micro-batch of the last instruction before it.
         """
         instructions, indices, microbatches = self.pattern.instructions, self.indices, self.microbatches
         made: list[Instruction] = []
@@ -352,17 +358,13 @@ class Window:
             elif place < len(indices):
                 made.append(instructions[indices[place]].of(microbatches[place]))
             else:
-                step = self.per_step[place - len(indices)]
-                if step.gather >= 0:
-                    unit = self.layout.gathers[step.gather].units[0]
-                    made.append(Instruction(min(microbatches, default=0), unit, step.op, gather=step.gather))
-                else:  # after the last adder, or after another reduction that is
-                    made.append(Instruction(made[-1].microbatch, made[-1].unit, step.op, reduction=step.reduction))
+                traffic, _, op, _ = self.traffic[place - len(indices)]
+                microbatch = min(microbatches, default=0) if traffic.readers else made[-1].microbatch
+                made.append(Instruction(microbatch, traffic.unit, op))
         return made
 
-    def arrays(self, times: Times, per_step: bool = False) -> WindowArrays:
-        """The window for given times; `per_step` adds the gradient reductions and the weight gathers. Raises KeyError
-        for an operator without a time."""
+    def arrays(self, times: Times, traffic: bool = False) -> WindowArrays:
+        """The window for given times, with or without its traffic. Raises KeyError for an operator without a time."""
         pattern, at = self.pattern, self.at
         numbers = self._numbers()
         operators = zip(pattern.names, pattern.operators, strict=True)
@@ -372,41 +374,43 @@ class Window:
         if len(self) < len(self.at) * len(pattern.instructions):
             needs = [[need for need in row if need != NONE] for row in needs]
         sources = pattern.size_sources
-        steps = self.per_step if per_step else []
-        if steps:
-            self._add_step_needs(needs)
+        moving = self.traffic if traffic else []
+        if moving:
+            self._add_traffic_needs(needs)
         entries = [numbers[pattern.names[index]] for index in self.indices]
-        entries += [numbers.setdefault(step.name, len(numbers)) for step in steps]
+        entries += [numbers.setdefault(step.name, len(numbers)) for step in moving]
         return WindowArrays(
-            self.per_place(pattern.streams) + [STREAMS.index(step.op.kind) for step in steps],
-            self.per_place(seconds) + [times[step.name] for step in steps],
+            self.per_place(pattern.streams) + [STREAMS.index(step.op.kind) for step in moving],
+            self.per_place(seconds) + [times[step.name] for step in moving],
             needs,
             entries,
             list(numbers),
-            self.per_place(pattern.ranks) + [step.rank for step in steps],
-            self.per_place(pattern.lanes) + [0] * len(steps),
-            [NONE if sources[index] == NONE else at[k][sources[index]] for index, k in places] + [NONE] * len(steps),
+            self.per_place(pattern.ranks) + [self.layout.rank_of(step.traffic.unit) for step in moving],
+            self.per_place(pattern.lanes) + [0] * len(moving),
+            [NONE if sources[index] == NONE else at[k][sources[index]] for index, k in places] + [NONE] * len(moving),
         )
 
-    def _add_step_needs(self, needs: list[list[int]]) -> None:
-        """Adds rows for the places of `per_step`, and the places themselves to other rows: a reduction needs the adders
-        to its gradients, a copy to the host its reduction, a gather its copy from the host, and the first computation
-        of a unit all gathers of the unit."""
-        needs += [[] for _ in self.per_step]
-        for (number, microbatch), place in self.reduction_places.items():
-            adders = (self.at[microbatch][index] for index in self.pattern.adders[number])
-            needs[place] += [each for each in adders if each != NONE]
-        for number, gather in enumerate(self.layout.gathers):
-            for unit in gather.units:
-                span = self.pattern.spans[unit, True]
-                reader = next((index for index in span if self.pattern.streams[index] == COMPUTE), NONE)
-                for places in self.at if reader != NONE else ():
-                    if places[reader] != NONE:
-                        needs[places[reader]].append(self.gather_place(number))
-        for place, step in enumerate(self.per_step, len(self)):
-            for copy in self.copy_places(place):
-                first, then = (place, copy) if step.reduction >= 0 else (copy, place)
-                needs[then].append(first)
+    def _add_traffic_needs(self, needs: list[list[int]]) -> None:
+        """Adds rows for the places of the traffic, and these places to other rows: a reduction needs the adders to its
+        gradients, the first computation of a unit all gathers of the unit, other traffic the operator before it."""
+        needs += [[] for _ in self.traffic]
+        for (_, microbatch), (first, *others) in self._traffic_at.items():
+            traffic, before = self.traffic[first - len(self)].traffic, first
+            adders = (self.at[microbatch][index] for index in self.pattern.adders_of(traffic))
+            needs[first] += [each for each in adders if each != NONE]
+            for place in others:
+                needs[place].append(before)
+                before = place
+            for reader in traffic.readers:
+                self._await(reader, before, needs)
+
+    def _await(self, unit: int, place: int, needs: list[list[int]]) -> None:
+        """Adds a place to the needs of the first computation of a unit, in every micro-batch."""
+        span = self.pattern.spans[unit, True]
+        reader = next((index for index in span if self.pattern.streams[index] == COMPUTE), NONE)
+        for places in self.at if reader != NONE else ():
+            if places[reader] != NONE:
+                needs[places[reader]].append(place)
 
     def _numbers(self) -> dict[Name, int]:
         """The operators, numbered by their first appearance."""

@@ -1,17 +1,17 @@
 """Buckets: gradients that ranks reduce together.
 
 In:   the units of one rank of the pipeline with their parameters and placements, and the mesh.
-Out:  `Bucket`s, in the order in which a single micro-batch would complete them.
+Out:  `BoundBucket`s, in the order in which a single micro-batch would complete them.
 Must hold: every trained parameter with gradients on other ranks is in one bucket. Buckets depend only on the model and
 on the sizes of the mesh: not on the plan, so reductions give the same bits under every plan, and not on this rank's
 slices, so every rank of a pipeline knows the buckets of the others.
 
-`hf_helix.planning.window.passes` gives the size of buckets. A flat parameter is a bucket of its own, whose
-reduce-scatter leaves each rank its shard.
+`hf_helix.planning.parameters` fills the buckets. A flat parameter is a bucket of its own, whose reduce-scatter leaves
+each rank its shard.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
@@ -21,12 +21,9 @@ from hf_helix.operators.parameters.flat_parameter import FlatParameter
 from hf_helix.operators.parameters.param_shard import Placement
 from hf_helix.operators.units.unit import Unit
 from hf_helix.planning.graph.operator import Part
-from hf_helix.planning.window.layout import GradientReduction, Layout
-from hf_helix.planning.window.passes import BUCKET_BYTES, fill_buckets
+from hf_helix.planning.parameters import Adder, Bucket, Parameter, gradient_buckets
+from hf_helix.planning.window.layout import Layout
 from hf_helix.runtime.distributed.mesh import Mesh
-
-Adder = tuple[int, str]
-"""An operator of backward: the index of its unit, and its name in that unit."""
 
 
 class TrainedParameter(NamedTuple):
@@ -44,38 +41,21 @@ class TrainedParameter(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Parameters whose gradients ranks reduce together.
+class BoundBucket:
+    """A bucket bound to the parameters of this rank.
 
     Attributes:
-        placements: the parameters, with their cuts.
-        adders: the operators that add to their gradients.
-        bytes: of the gradients, on the rank with most of them.
-        spans_batches: whether ranks with other tokens (dp, cp) add to them, or the host takes them. If not, only tensor
-            parallelism reduces them: few and small gradients.
+        row: the bucket.
+        placements: its parameters, with their cuts.
         flat: the flat parameter; None if every rank keeps the full parameters.
     """
 
+    row: Bucket
     placements: Mapping[nn.Parameter, Placement]
-    adders: tuple[Adder, ...]
-    bytes: int
-    spans_batches: bool
     flat: FlatParameter | None = None
 
-    @property
-    def is_planned(self) -> bool:
-        """Whether the layout contains this reduction."""
-        return self.spans_batches and bool(self.adders)
 
-    @property
-    def is_sharded_within_unit(self) -> bool:
-        """True if the gradients are sharded and a single unit adds to them. A tied table's full gradient lives through
-        the whole backward pass anyway, since units add to it at the begin and at the end."""
-        is_sharded = self.flat is not None and self.flat.reduce_axis.size > 1
-        return is_sharded and len({unit for unit, _ in self.adders}) == 1
-
-
-def gradient_buckets(units: Mapping[int, Unit], mesh: Mesh) -> list[Bucket]:
+def bound_buckets(units: Mapping[int, Unit], mesh: Mesh) -> list[BoundBucket]:
     """Returns the buckets of a rank of the pipeline, from its units by index in the layout."""
     flats = {p: flat for unit in units.values() for flat in unit.flat_parameters.values() for p in flat.placements}
     reduced = [
@@ -83,43 +63,25 @@ def gradient_buckets(units: Mapping[int, Unit], mesh: Mesh) -> list[Bucket]:
         for made in by_completion(units)
         if made.parameter in flats or _is_reduced(made.parameter, made.placement, mesh)
     ]
-    sizes = {
-        made.parameter: made.parameter.element_size() * max_elements(made.parameter, made.placement, mesh)
-        for made in reduced
-    }
-    full = [parameter for parameter in sizes if parameter not in flats]
-    numbers = dict(zip(full, fill_buckets([sizes[parameter] for parameter in full], BUCKET_BYTES), strict=True))
-    groups: dict[int | FlatParameter, list[TrainedParameter]] = {}
-    for made in reduced:
-        bucket = flats.get(made.parameter, numbers.get(made.parameter, 0))
-        groups[bucket] = [
-            *groups.pop(bucket, ()),
-            made,
-        ]  # moved to the end: a bucket is complete with its last gradient
+    rows = [_row(made, flats.get(made.parameter), mesh) for made in reduced]
     return [
-        Bucket(
-            {made.parameter: made.placement for made in group},
-            tuple(dict.fromkeys(adder for made in group for adder in made.adders)),
-            sum(sizes[made.parameter] for made in group),
-            flat is not None or any(mesh.replica_group_of(made.placement) is not None for made in group),
-            flat,
-        )
-        for group, flat in ((group, flats.get(group[0].parameter)) for group in groups.values())
+        BoundBucket(bucket, {made.parameter: made.placement for made in members}, flats.get(members[0].parameter))
+        for bucket in gradient_buckets(rows)
+        for members in [[reduced[number] for number in bucket.members]]
     ]
 
 
-def layout_with_reductions(layout: Layout, model: Mapping[int, Unit], mesh: Mesh, often: bool = False) -> Layout:
-    """Returns a layout with the gradient reductions of all pipeline ranks, from the uncut units of the whole model;
-    `often` reduces shards in every micro-batch."""
-    sums = []
-    for rank in range(layout.num_ranks):
-        units = {unit: model[unit] for unit in layout.units_of(rank) if unit in model}
-        sums += [
-            GradientReduction(made.adders, made.bytes, often and made.is_sharded_within_unit)
-            for made in gradient_buckets(units, mesh)
-            if made.is_planned
-        ]
-    return replace(layout, reductions=sums)
+def _row(made: TrainedParameter, flat: FlatParameter | None, mesh: Mesh) -> Parameter:
+    size = made.parameter.element_size() * max_elements(made.parameter, made.placement, mesh)
+    if flat is not None:
+        return Parameter(size, made.adders, flat=str(id(flat)), is_sharded=flat.reduce_axis.size > 1)
+    return Parameter(size, made.adders, mesh.replica_group_of(made.placement) is not None)
+
+
+def planned_buckets(layout: Layout, model: Mapping[int, Unit], mesh: Mesh) -> list[Bucket]:
+    """Returns the buckets of all pipeline ranks that a plan orders, from the uncut units of the whole model."""
+    ranks = ({unit: model[unit] for unit in layout.units_of(rank) if unit in model} for rank in range(layout.num_ranks))
+    return [made.row for units in ranks for made in bound_buckets(units, mesh) if made.row.is_planned]
 
 
 def adders_of(units: Mapping[int, Unit]) -> dict[Tensor, list[Adder]]:

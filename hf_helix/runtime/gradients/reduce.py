@@ -30,7 +30,7 @@ from hf_helix.operators.units.unit import Unit
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.window.passes import MAX_COPIES
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
-from hf_helix.runtime.gradients.buckets import Bucket, gradient_buckets
+from hf_helix.runtime.gradients.buckets import BoundBucket, bound_buckets
 from hf_helix.runtime.streams.streams import Event, Streams
 
 
@@ -186,7 +186,7 @@ class GradientReducer:
     Args:
         buckets: of this rank.
         mesh, streams: of this rank.
-        numbers: from a reduction of the layout to its bucket, as an index into `buckets`.
+        numbers: from the traffic of the layout, by unit, to its bucket, as an index into `buckets`.
         often: the buckets of flat parameters that every micro-batch reduces.
         note: called for every parameter whose gradient is about to be reduced.
 
@@ -196,7 +196,7 @@ class GradientReducer:
 
     def __init__(
         self,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[BoundBucket],
         mesh: Mesh,
         streams: Streams,
         numbers: Mapping[int, int] | None = None,
@@ -218,32 +218,33 @@ class GradientReducer:
         while streams.late:
             streams.wait(streams.late.pop())
 
-    def reduce(self, reduction: int, microbatch: int) -> None:
-        """Reduces a bucket whose gradients of the window, or of the micro-batch, are complete on this rank.
+    def issue(self, traffic: int, kind: Kind, microbatch: int) -> None:
+        """Reduces a bucket whose gradients of the window, or of the micro-batch, are complete on this rank, or copies
+        the reduced gradients to the host, if the host steps them.
 
         Args:
-            reduction: its index in the layout; nothing happens if no bucket is this reduction, as in `copy_to_host`
-                and `switch_to`.
+            traffic: its unit in the layout; nothing happens if no bucket is this traffic, as in `switch_to`.
+            kind: of the operator, `DOWN` for the copy.
             microbatch: the last with gradients in it.
         """
-        number = self._numbers.get(reduction)
-        if number in self._often and microbatch != self.last:
+        number = self._numbers.get(traffic)
+        if number is None:
+            return
+        if kind is Kind.DOWN:
+            self._copy_bucket(number)
+        elif number in self._often and microbatch != self.last:
             self._reduce_to_shards(number, self._flats[number].flat)
-        elif number is not None and self.last is not None:
+        elif self.last is not None:
             self._reduce_bucket(number)
 
-    def copy_to_host(self, reduction: int) -> None:
-        """Copies the reduced gradients of a bucket to the host after the last micro-batch, if the host steps them. The
-        host waits for them when it reads them, see `arrived`."""
-        if reduction in self._numbers:
-            self._copy_bucket(self._numbers[reduction])
-
-    def switch_to(self, reduction: int, microbatch: int) -> None:
+    def switch_to(self, traffic: int, microbatch: int) -> None:
         """Makes `parameter.grad` the gradients of a micro-batch, for a bucket that every micro-batch reduces."""
-        if reduction in self._numbers:
-            self._flats[self._numbers[reduction]].switch_to(microbatch)
+        if traffic in self._numbers:
+            self._flats[self._numbers[traffic]].switch_to(microbatch)
 
     def _copy_bucket(self, number: int) -> None:
+        """Copies the reduced gradients of a bucket to the host, which waits for them when it reads them, see
+        `arrived`."""
         if number not in self._down:
             return
         complete, reduced = self._down.pop(number)
@@ -361,7 +362,7 @@ class GradientReducer:
 
 def reduce_all_gradients(units: Mapping[int, Unit], mesh: Mesh, streams: Streams) -> None:
     """Reduces all gradients now, without overlap."""
-    GradientReducer(gradient_buckets(units, mesh), mesh, streams).finish()
+    GradientReducer(bound_buckets(units, mesh), mesh, streams).finish()
 
 
 def _by_type(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[Any]]:

@@ -41,8 +41,10 @@ def test_the_profiler_and_the_timing_of_a_plan(name: str) -> None:
             profile = measure_profile(runner, window, pairs=name != "gathers")
             result = measure_overlap({"sequential": runner}, window, repeats=1)
         kinds = {name: op.kind for name, op in named_operators(runner.layout)}
-        units, names = runner.rank_units.all_units, runner.layout.gather_names
-        pieces = [units[each.units[0]].flat_parameters[each.name].buffer.nbytes for each in runner.layout.gathers]
+        units, gathers = runner.rank_units.all_units, [each.named_operators[0] for each in runner.layout.gathers]
+        readers = [each.readers[0] for each in runner.layout.gathers]
+        flats = [units[unit].flat_parameters[op.forward_name] for unit, (_, op) in zip(readers, gathers, strict=True)]
+        names, pieces = [name for name, _ in gathers], [flat.buffer.nbytes for flat in flats]
     # Of every weight that is gathered from two ranks, each sends its half.
     assert [profile.bytes[name] for name in names] == [piece // 2 for piece in pieces]
     assert bool(names) == (name == "gathers")

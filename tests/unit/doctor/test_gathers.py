@@ -10,13 +10,13 @@ from support.simulated import case_of, cluster_with, counted, layout_of_training
 
 from hf_helix.doctor.amounts.records import Amounts
 from hf_helix.doctor.case import Case
-from hf_helix.doctor.reductions import (
+from hf_helix.doctor.step import layout_of, profile_of, simulate_step
+from hf_helix.doctor.traffic import (
     cast_seconds,
     gather_seconds,
-    gradient_sums,
+    layout_with_traffic,
     weight_gathers,
 )
-from hf_helix.doctor.step import layout_of, profile_of, simulate_step
 from hf_helix.doctor.window import Fidelity
 from hf_helix.planning.choice.scheduler import Scheduler
 from hf_helix.planning.graph.operator import Kind
@@ -55,8 +55,7 @@ def test_gathers_and_sums_are_those_of_training(options: dict[str, Any], tp: int
     for how in ({"shard_optimizer": True}, {"offload": "optimizer"}):
         training, case = layout_of_training(model, bf16, tp_size=tp, **how), case_of(tp=tp, dp=2, **how)
         layout = layout_of(amounts, case)
-        assert [made for made, _ in weight_gathers(amounts, layout, case)] == list(training.gathers)
-        assert [made for made, _ in gradient_sums(amounts, layout, case)] == list(training.reductions)
+        assert layout_with_traffic(layout, amounts, case).traffic == training.traffic
         assert len(training.gathers) >= 5 * (1 + bf16) - 2 or "offload" in how
 
 
@@ -102,8 +101,8 @@ def test_a_simulated_window_is_the_program_that_the_runtime_runs(plan: str, micr
     assert step.window + step.sums == pytest.approx(timeline.seconds, rel=1e-9)
     assert step.drawn is not None
     assert step.drawn[1].seconds == pytest.approx(timeline.seconds, rel=1e-9)
-    gathers = [each.gather for each in step.drawn[0] if each.gather >= 0]
-    assert gathers == list(range(len(profile.layout.gathers)))
+    gathers = [each.unit for each in profile.layout.gathers]
+    assert [each.unit for each in step.drawn[0] if each.unit in gathers] == gathers
     assert step.waits > 0
     assert Kind.GRADIENTS not in step.exposed
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ from support.simulated import case_of, counted, on_meta
 
 from hf_helix.doctor.amounts.records import Amounts
 from hf_helix.doctor.memory import Peak, held_until_over, held_until_waited, memory_of_program, peaks_of_schedules
-from hf_helix.doctor.reductions import gradient_sums
 from hf_helix.doctor.step import layout_of
+from hf_helix.doctor.traffic import layout_with_traffic
 from hf_helix.planning.choice.scheduler import Scheduler
 from hf_helix.planning.graph.operator import Kind, Operator
 from hf_helix.planning.rules.registry import make_plan
@@ -68,7 +67,7 @@ def test_full_gradients_of_a_single_microbatch_go_as_they_come() -> None:
     amounts = counted(on_meta(num_hidden_layers=12), **OPTIONS["sharded"])
     case = case_of(dp=2, shard_parameters=True)
     layout = layout_of(amounts, case)
-    layout = replace(layout, reductions=[made for made, _ in gradient_sums(amounts, layout, case)])
+    layout = layout_with_traffic(layout, amounts, case)
     plan, found = make_plan("sequential", rough_profile(layout), model="m", mesh={"tp_size": 1}), {}
     for count in (1, 2):
         schedule = Scheduler("auto", 1)(count)
@@ -89,7 +88,7 @@ def test_full_gradients_go_as_they_come_where_every_micro_batch_is_reduced() -> 
     amounts = counted(on_meta(num_hidden_layers=12), **OPTIONS["sharded"])
     case = case_of(dp=2, shard_parameters=True, reduce_gradients="microbatch")
     layout = layout_of(amounts, case)
-    layout = replace(layout, reductions=[made for made, _ in gradient_sums(amounts, layout, case)])
+    layout = layout_with_traffic(layout, amounts, case)
     whole = sum(made.bytes for made in layout.reductions)
     for rule in ("sequential", "greedy"):
         plan, found = make_plan(rule, rough_profile(layout), model="m", mesh={"tp_size": 1}), {}

@@ -22,7 +22,7 @@ from hf_helix.measure.timing import time_in_a_row
 from hf_helix.operators.communication.transport import Axis, ReplicaAxes, SilentTransport
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.timing.profile import Profile
-from hf_helix.planning.window.layout import named_operators, named_per_step
+from hf_helix.planning.window.layout import named_operators, named_traffic
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.gradients import reduce
@@ -144,7 +144,7 @@ def test_what_a_window_has_once_takes_what_the_device_takes(
     case: str, gpu: SlowHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = measured(gpu, **OF_WINDOWS[case])
-    names = [name for name, _ in named_per_step(result.layout)]
+    names = [name for name, _ in named_traffic(result.layout)]
     assert {name[1].partition(".")[0] for name in names}
     assert [result.times[name] for name in names] == pytest.approx([COLLECTIVE] * len(names))
     monkeypatch.setattr(timing, "CLOCK", 0.0)

@@ -6,13 +6,14 @@ import pytest
 from support.arrays import arrays_of
 from support.windows import MS, bar, profile, window
 
+from hf_helix.planning.parameters import Bucket
 from hf_helix.planning.plan.predict import predict
 from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.schedule.named import build_schedule
 from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION
-from hf_helix.planning.window.layout import GradientReduction
+from hf_helix.planning.window.layout import with_traffic
 from hf_helix.report.timeline import (
     bars_of_timeline,
     busy_fraction,
@@ -64,15 +65,15 @@ def test_barriers_are_no_bars() -> None:
 
 def test_sums_of_gradients_have_a_row_of_their_own() -> None:
     known = profile()
-    sums = [GradientReduction(((unit, "up.W"),), 4) for unit in (1, 0)]
+    sums = [Bucket((), ((unit, "up.W"),), 4) for unit in (1, 0)]
     times = {**known.times, ("gradients", "B.sum.0"): 20e-3, ("gradients", "B.sum.1"): 20e-3}
-    known = Profile({}, replace(known.layout, reductions=sums), times)
+    known = Profile({}, with_traffic(known.layout, sums, ()), times)
     plan = make_plan("sequential", known, model="m", mesh={"tp_size": 1})
     predicted = predict(plan, known, build_schedule("folded_1f1b", 1, 2), timeline=True)
     program, timeline = predicted.instructions, predicted.timeline
     bars = bars_of_timeline(timeline, program)
     mine = [b for b in bars if b.stream == "gradients"]
-    assert [(b.label, b.letter) for b in mine] == [("B1.layer.1.sum.0", "s"), ("B1.layer.0.sum.1", "s")]
+    assert [(b.label, b.letter) for b in mine] == [("B1.gradients.sum.0", "s"), ("B1.gradients.sum.1", "s")]
     *rest, last = (line for line in text_timeline(bars).splitlines() if "% busy" in line)
     assert last.startswith("gradients ")
     assert "ss" in last

@@ -17,6 +17,7 @@ from hf_helix.planning.plan.program import Program
 from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.timing.profile import rough_profile
 from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION
+from hf_helix.planning.window.layout import Layout
 from hf_helix.runtime import executor
 from hf_helix.runtime.executor import MAX_PROGRAMS, Executor, no_sources
 from hf_helix.runtime.streams.streams import CpuStreams
@@ -46,7 +47,7 @@ def test_the_least_recently_run_program_is_bound_again(monkeypatch: pytest.Monke
     bound, bind = list[object](), executor.bind
     monkeypatch.setattr(executor, "bind", lambda made, *others: (bound.append(made), bind(made, *others))[1])
     usual, *others = programs = [[BARRIER_INSTRUCTION] for _ in range(2 * MAX_PROGRAMS)]
-    runs = Executor({}, CpuStreams(), 0, Precision())
+    runs = Executor({}, CpuStreams(), 0, Precision(), Layout([], {}, {}))
     for other in others:
         for program in (usual, other):
             runs.run(program, [], no_sources, saves_for_backward=False)

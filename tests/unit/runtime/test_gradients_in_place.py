@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.parameters.flat_parameter import FlatParameter
 from hf_helix.operators.parameters.param_shard import COPIED, CUT_DIM_0
+from hf_helix.planning import parameters as rows
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
-from hf_helix.runtime.gradients import buckets
 from hf_helix.runtime.gradients import reduce as gradients
 from hf_helix.runtime.streams.streams import CpuStreams, Event
 
@@ -119,7 +119,7 @@ def test_on_cuda_few_copies_are_alive(
 ) -> None:
     """Those of buckets in half precision, or of flats."""
     monkeypatch.setattr(AtOnce, "holds_memory", True)
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(rows, "BUCKET_BYTES", 1)
     order: list[str] = []
     module, name = (gradients.FlatParameterGradients, "take") if spread else (gradients, "_parts")
     copies, wait = getattr(module, name), AtOnce.wait

@@ -1,6 +1,7 @@
 """Gathers of weights and sums of gradients in a window: once, in time, predicted, and hidden beside computation."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from support.graphs import SMALL, UNTILED, layout_of, loss_gradient, profile_of,
 from support.programs import build_programs
 
 from hf_helix.planning.graph.operator import Kind, Part
+from hf_helix.planning.parameters import Bucket, FlatWeights, Traffic
 from hf_helix.planning.plan import search as searching
 from hf_helix.planning.plan.bounds import lower_bound
 from hf_helix.planning.plan.plan import Plan
@@ -19,11 +21,7 @@ from hf_helix.planning.rules.intra_batch import tile_profile
 from hf_helix.planning.rules.registry import make_plan, parse_plan
 from hf_helix.planning.timing.profile import EMULATED_LINK, REDUCTIONS_OVER, Profile, rough_profile
 from hf_helix.planning.timing.profile_file import load_profile, save_profile
-from hf_helix.planning.window.layout import (
-    GradientReduction,
-    Layout,
-    WeightGather,
-)
+from hf_helix.planning.window.layout import Layout, Name, named_traffic, with_traffic
 from hf_helix.planning.window.window import COMPUTE, Window
 
 LAYERS = 8
@@ -34,46 +32,49 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "MAX_STEPS", 20)
 
 
-def gathering(layout: Layout) -> Layout:
+def gathered(layout: Layout) -> list[FlatWeights]:
     """Two gathers for every unit, and one that the first unit shares with the last."""
     last = len(layout.units) - 1
-    gathers = [
-        WeightGather((unit,), name, 4000) for unit in range(last + 1) for name in ("weights", "weights.products")
-    ]
-    return replace(layout, gathers=[*gathers[:2], WeightGather((0, last), "weights.shared", 4000), *gathers[2:]])
+    weights = [FlatWeights((unit,), name, 4000) for unit in range(last + 1) for name in ("weights", "weights.products")]
+    return [*weights[:2], FlatWeights((0, last), "weights.shared", 4000), *weights[2:]]
 
 
-def summed(layout: Layout) -> Layout:
-    """A sum for every unit, in the order of backward."""
+def summed(layout: Layout) -> list[Bucket]:
+    """A sum for every unit, in the order of backward; all but the first may be of every micro-batch."""
 
-    def sum_of(unit: int) -> GradientReduction:
+    def sum_of(unit: int) -> Bucket:
         operators = layout.graphs[layout.units[unit]].backward.operators
         adding = [op for op in operators if op.part in (Part.W, Part.B) and not op.kind.communicates]
-        return GradientReduction(tuple((unit, op.name) for op in adding), 4000)
+        adders = tuple((unit, op.name) for op in adding)
+        return Bucket((), adders, 4000, is_sharded_within_unit=unit < len(layout.units) - 1)
 
-    return replace(layout, reductions=[sum_of(unit) for unit in reversed(range(len(layout.units)))])
+    return [sum_of(unit) for unit in reversed(range(len(layout.units)))]
 
 
 def profile_with(gather_ms: float = 0.0, sum_ms: float = 0.0, layers: int = 3) -> Profile:
     """Computation of 20 ms in the backward of a layer, collectives as good as free, gathers and sums of equal length;
     without those that take no time."""
     layout = layout_of(SMALL, layers)
-    layout = gathering(layout) if gather_ms else layout
-    layout = summed(layout) if sum_ms else layout
+    layout = with_traffic(layout, summed(layout) if sum_ms else [], gathered(layout) if gather_ms else [])
     rough = rough_profile(layout)
     times = {name: 1e-5 if rough.kind(name).communicates else 4e-3 for name in rough.times}
-    times |= dict.fromkeys(layout.gather_names, gather_ms / 1000.0)
-    times |= dict.fromkeys(layout.reduction_names, sum_ms / 1000.0)
+    times |= dict.fromkeys(names_of(layout.gathers), gather_ms / 1000.0)
+    times |= dict.fromkeys(names_of(layout.reductions), sum_ms / 1000.0)
     return profile_of(layout, times)
 
 
 def often(profile: Profile, on_host: bool = False) -> Profile:
     """The profile with sums of every micro-batch, but for the first."""
-    first, *others = profile.layout.reductions
-    sums = [first, *(replace(each, every_microbatch=True) for each in others)]
-    layout = replace(profile.layout, reductions=sums, on_host=on_host)
-    copies = dict.fromkeys([*layout.copy_names(Kind.DOWN), *layout.copy_names(Kind.UP)], 1e-3)
+    plain = replace(profile.layout, traffic=())
+    weights = gathered(plain) if profile.layout.gathers else []
+    layout = with_traffic(plain, summed(plain), weights, on_host, often=True)
+    copies = dict.fromkeys([name for name, op in named_traffic(layout) if op.kind.copies], 1e-3)
     return replace(profile, layout=layout, times={**copies, **profile.times})
+
+
+def names_of(traffic: Sequence[Traffic]) -> list[Name]:
+    """The names of all their operators."""
+    return [name for each in traffic for name, _ in each.named_operators]
 
 
 def plan_of(rule: str, profile: Profile, count: int | None = None) -> Plan:
@@ -87,18 +88,19 @@ def test_gathers_come_first_and_sums_behind_the_last_that_adds_to_them(rule: str
     layout, count = profile.layout, len(profile.layout.gathers)
     (program,) = build_programs(schedule, layout, plan_of(rule, profile))
     validate_program(program, [loss_gradient(layout)], layout, schedule[0])
-    assert [made.gather for made in program if made.gather >= 0] == list(range(count))
-    assert all(made.gather >= 0 for made in program[:count])
-    issued = {made.reduction: place for place, made in enumerate(program) if made.reduction >= 0}
-    assert sorted(issued) == list(range(len(layout.reductions)))
-    for number, result in enumerate(layout.reductions):
+    gathers = {each.unit for each in layout.gathers}
+    assert [made.unit for made in program[:count]] == sorted(gathers)
+    assert not any(made.unit in gathers for made in program[count:])
+    issued = {made.unit: place for place, made in enumerate(program) if made.is_traffic and place >= count}
+    assert sorted(issued) == [each.unit for each in layout.reductions]
+    for result in layout.reductions:
         last = max(
             place
             for place, made in enumerate(program)
             if made.operator and made.operator.part is not Part.F and (made.unit, made.operator.name) in result.adders
         )
-        assert issued[number] > last
-        assert all(made.reduction >= 0 for made in program[last + 1 : issued[number]]), "nothing but other sums"
+        assert issued[result.unit] > last
+        assert all(made.is_traffic for made in program[last + 1 : issued[result.unit]]), "nothing but other sums"
 
 
 @pytest.mark.parametrize("rule", UNTILED)
@@ -110,20 +112,21 @@ def test_sums_of_every_micro_batch_follow_its_last_addition(rule: str, on_host: 
     (program,) = build_programs(schedule, layout, plan_of(rule, profile))
     validate_program(program, [loss_gradient(layout)], layout, schedule[0])
     program = [made for made in program if made.operator]
-    sums = [made for made in program if made.reduction >= 0 and made.operator.kind is Kind.GRADIENTS]
-    assert [made.reduction for made in sums if made.reduction == 0] == [0], "the first is once in a window"
-    for number in range(1, len(layout.reductions)):
-        assert [made.microbatch for made in sums if made.reduction == number] == [0, 1, 2, 3]
-    copied = [made.reduction for made in program if made.operator.kind is Kind.DOWN]
-    assert sorted(copied) == (list(range(len(layout.reductions))) if on_host else [])
+    sums = [made for made in program if made.is_traffic and made.operator.kind is Kind.GRADIENTS]
+    first, *others = [each.unit for each in layout.reductions]
+    assert [made.unit for made in sums if made.unit == first] == [first], "the first is once in a window"
+    for unit in others:
+        assert [made.microbatch for made in sums if made.unit == unit] == [0, 1, 2, 3]
+    copied = [made.unit for made in program if made.operator.kind is Kind.DOWN]
+    assert sorted(copied) == ([first, *others] if on_host else [])
     last: dict[int, tuple[int, int]] = {}
     for made in program:
-        for number, result in enumerate(layout.reductions):
+        for result in layout.reductions:
             if made.operator.part is not Part.F and (made.unit, made.operator.name) in result.adders:
-                last[number] = made.microbatch, 0
-        if made in sums and made.reduction:
-            assert last[made.reduction] == (made.microbatch, 0), "right behind the last addition"
-            last[made.reduction] = made.microbatch, 1
+                last[result.unit] = made.microbatch, 0
+        if made in sums and made.unit != first:
+            assert last[made.unit] == (made.microbatch, 0), "right behind the last addition"
+            last[made.unit] = made.microbatch, 1
 
 
 @pytest.mark.parametrize("rule", UNTILED)
@@ -160,7 +163,7 @@ def test_arrays_of_scaled_times_share_nothing_with_their_original() -> None:
     """A barrier that is added to a copy is not in the original."""
     profile = often(profile_with(sum_ms=8.0), on_host=True)
     window = Window(schedule_of(2), profile.layout)
-    arrays, same = (window.arrays(profile.times, per_step=True) for _ in range(2))
+    arrays, same = (window.arrays(profile.times, traffic=True) for _ in range(2))
     scaled = arrays.with_compute_scaled(2.0)
     assert scaled.needs == arrays.needs
     assert scaled.loads()[Kind.COMPUTE] == pytest.approx(2 * arrays.loads()[Kind.COMPUTE])
@@ -184,7 +187,8 @@ def test_the_validator_finds_what_runs_too_early(kind: str, said: str) -> None:
     if kind == "gather":
         program.append(program.pop(0))
     else:
-        place = next(place for place, made in enumerate(program) if made.reduction >= int(kind == "every sum"))
+        sums = [each.unit for each in layout.reductions][int(kind == "every sum") :]
+        place = next(place for place, made in enumerate(program) if made.unit in sums)
         program.insert(place - 1, program.pop(place))
     with pytest.raises(ValueError, match=said):
         validate_program(program, [loss_gradient(layout)], layout)
@@ -258,7 +262,7 @@ def test_the_bound_knows_which_link_sums_share() -> None:
     moving = [name for name in quiet.times if quiet.kind(name) is Kind.INTRA_NODE]
     times = {**quiet.times, **dict.fromkeys(moving, 0.1)}
     alone = lower_bound(replace(quiet, times=times), schedule_of(2))
-    sums = quiet.layout.reduction_names
+    sums = names_of(quiet.layout.reductions)
     times |= dict.fromkeys(sums, alone / 2 / len(sums))
     for over, expected in {"": alone, "inter_node": alone, "intra_node": 1.5 * alone}.items():
         about = {**quiet.about, **({REDUCTIONS_OVER: over} if over else {})}

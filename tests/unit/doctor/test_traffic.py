@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from support.simulated import case_of, cluster_with, counted, layout_of_training, on_meta
 
-from hf_helix.doctor import reductions
 from hf_helix.doctor.amounts.records import Amounts
 from hf_helix.doctor.estimate import estimate_profile
-from hf_helix.doctor.reductions import gradient_sums, with_reductions
 from hf_helix.doctor.step import layout_of
+from hf_helix.doctor.traffic import layout_with_traffic, timed_traffic
+from hf_helix.planning import parameters
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.runtime.gradients import buckets
 
 CLUSTER = cluster_with(
     nodes=2, devices_per_node=2, node={"gb_per_s": 100}, network={"gb_per_s": 100, "devices_per_link": 1}
@@ -46,33 +45,32 @@ def test_sums_are_those_of_training(
     bucket_bytes: int, options: dict[str, Any], tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same gradients in the same sums, completed by the same operators, in the same order."""
-    for module in (reductions, buckets):
-        monkeypatch.setattr(module, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(parameters, "BUCKET_BYTES", bucket_bytes)
     model, amounts = three_layers(repr((options, tp)))
     case = case_of(tp=tp, dp=2)
-    result = [made for made, _ in gradient_sums(amounts, layout_of(amounts, case), case)]
-    assert result == list(layout_of_training(model, tp_size=tp).reductions)
+    result = layout_with_traffic(layout_of(amounts, case), amounts, case).traffic
+    assert result == layout_of_training(model, tp_size=tp).traffic
     assert (len(result) > 1) == (bucket_bytes < 2**20)
 
 
 def test_a_profile_has_sums_only_where_other_ranks_see_other_tokens() -> None:
-    result = with_reductions(PROFILE, AMOUNTS, CASE, CLUSTER)
+    result = timed_traffic(PROFILE, AMOUNTS, CASE, CLUSTER)
     (made,) = result.layout.reductions
     assert made.bytes == HELD
     assert result.times["gradients", "B.sum.0"] == pytest.approx(seconds_of(HELD))
-    assert with_reductions(PROFILE, AMOUNTS, case_of(tp=2), CLUSTER) is PROFILE
+    assert timed_traffic(PROFILE, AMOUNTS, case_of(tp=2), CLUSTER) is PROFILE
     # Both take twice as long beside each other; over different links neither does.
     name = ("gradients", "B.sum.0")
     collective = next(name for name in PROFILE.times if PROFILE.kind(name) is Kind.INTRA_NODE)
     node = replace(CLUSTER, nodes=1, devices_per_node=4)
-    shared, apart = (with_reductions(PROFILE, AMOUNTS, CASE, cluster) for cluster in (node, CLUSTER))
+    shared, apart = (timed_traffic(PROFILE, AMOUNTS, CASE, cluster) for cluster in (node, CLUSTER))
     for first, second in ((name, collective), (collective, name)):
         assert shared.slowdown(first, second) == pytest.approx(2.0)
         assert apart.slowdown(first, second) == 1.0
     # Sums to parts send half.
     amounts = counted(on_meta(), tp_size=2)  # in fp32 all of a unit is in one flat
-    whole = with_reductions(PROFILE, amounts, CASE, CLUSTER)
-    parts = with_reductions(PROFILE, amounts, replace(CASE, shard_parameters=True), CLUSTER)
+    whole = timed_traffic(PROFILE, amounts, CASE, CLUSTER)
+    parts = timed_traffic(PROFILE, amounts, replace(CASE, shard_parameters=True), CLUSTER)
     assert (
         sum(made.bytes for made in parts.layout.reductions)
         == sum(made.bytes for made in whole.layout.reductions)
@@ -94,9 +92,8 @@ def test_sums_to_parts_are_those_of_training(when: str, options: dict[str, Any])
     model = on_meta(**options, num_hidden_layers=3)
     amounts = counted(model, shard_parameters=True, dp_size=2)
     case = case_of(dp=2, shard_parameters=True, reduce_gradients=when)
-    sums = gradient_sums(amounts, layout_of(amounts, case), case)
-    training = layout_of_training(model, shard_parameters=True, reduce_gradients=when).reductions
-    assert [made for made, _ in sums] == list(training)
+    training = layout_of_training(model, shard_parameters=True, reduce_gradients=when).traffic
+    assert layout_with_traffic(layout_of(amounts, case), amounts, case).traffic == training
     assert [made.every_microbatch for made in training].count(False) == (
         len(training) if when == "window" else "tie_word_embeddings" in options
     )
