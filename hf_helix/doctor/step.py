@@ -25,7 +25,7 @@ from hf_helix.doctor.memory import (
 from hf_helix.doctor.traffic import cast_seconds, timed_traffic
 from hf_helix.doctor.window import Fidelity, WindowClock, WindowTime, schedule_of, usual_schedules
 from hf_helix.planning.choice.memory import MemoryLimit, Passes, Peak
-from hf_helix.planning.graph.backward import slice_names, transfer_graphs
+from hf_helix.planning.graph.backward import slice_names
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.predict import predict
@@ -35,7 +35,7 @@ from hf_helix.planning.schedule.placement import FRONT, REAR, count_layers, half
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.timing.sizes import FULL_GRADIENTS, Sizes
-from hf_helix.planning.window.layout import Layout, named_operators, place_names
+from hf_helix.planning.window.layout import Layout, named_operators, staged_layout
 
 OPTIMIZER_BYTES = 32
 """Bytes moved by the optimizer per element: gradient, weight and two states read, weight and states written, the
@@ -106,14 +106,10 @@ def layout_of(amounts: Amounts, case: Case) -> Layout:
     cut, ranges = ranges_of(case.layers_per_stage or usual_counts(amounts, case))
     halves = {1 + place: [half_name(half, model.units[1 + place]) for half in (FRONT, REAR)] for place in cut}
     units = [name for place, unit in enumerate(model.units) for name in halves.get(place, [unit])]
-    graphs = dict(amounts.layout.graphs)
-    if case.sizes.pp > 1:
-        graphs |= transfer_graphs(graphs[units[0]].forward.passing, case.spread_vocabulary)
     if case.spread_vocabulary:
         embedding, *layers, head = units
         units = [*slice_names(embedding, case.sizes.pp), *layers, *slice_names(head, case.sizes.pp)]
-    names, chunks = place_names(units, ranks, ranges)
-    return Layout(names, chunks, graphs, (), ranks)
+    return staged_layout(units, amounts.layout.graphs, ranks, ranges)
 
 
 def usual_counts(amounts: Amounts, case: Case) -> tuple[float, ...]:

@@ -7,7 +7,7 @@ Must hold: one copy of the parameters serves both strands; every rank describes 
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from torch import nn
@@ -18,7 +18,7 @@ from hf_helix.operators.parameters.host_shard import HostShard
 from hf_helix.operators.parameters.param_shard import VOCABULARY, Placement
 from hf_helix.operators.units.unit import Unit
 from hf_helix.operators.vocabulary.pipeline import Elsewhere
-from hf_helix.planning.graph.backward import OF_SLICES, SEND, GraphPair, transfer_graphs
+from hf_helix.planning.graph.backward import OF_SLICES, SEND, GraphPair
 from hf_helix.planning.schedule.placement import (
     FOLD,
     count_layers,
@@ -27,7 +27,7 @@ from hf_helix.planning.schedule.placement import (
     split_layers,
     stage_ranks,
 )
-from hf_helix.planning.window.layout import Layout, place_names
+from hf_helix.planning.window.layout import Layout, staged_layout
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.gradients.buckets import adders_of
 
@@ -166,24 +166,21 @@ def place_units(
         layers_per_stage=layers_per_stage,
         first_least=first_least,
     )
-    transfers = transfer_graphs(units[ends_of_slices // 2].graphs.forward.passing, ends_of_slices > 0)
-    names, chunks = place_names([unit.name for unit in units], ranks, ranges)
-    model: dict[int, Unit] = {}
-    ends: dict[int, Unit] = {}
-    following = iter(units)
-    for stage, index in ((stage, index) for stage, chunk in chunks.items() for index in chunk):
-        if names[index] not in transfers:
-            model[index] = next(following)
-        elif ranks[stage] == pipe.rank:
-            assert make_buffers is not None, "several ranks need buffers for transfers between them"
-            ends[index] = _end(names[index], transfers, pipe, stage, ranks, make_buffers, of_slice)
     graphs = {unit.name: unit.graphs for unit in units}
     assert all(unit.graphs.forward == graphs[unit.name].forward for unit in units), (
         "units of one name have equal graphs"
     )
-    if pipe.size > 1:
-        graphs |= transfers
-    rank_units = RankUnits(Layout(names, chunks, graphs, shared_gradients(model), ranks), pipe.rank, model, ends)
+    layout = staged_layout([unit.name for unit in units], graphs, ranks, ranges)
+    model: dict[int, Unit] = {}
+    ends: dict[int, Unit] = {}
+    following = iter(units)
+    for stage, index in ((stage, index) for stage, chunk in layout.chunks.items() for index in chunk):
+        if not layout.transfers(index):
+            model[index] = next(following)
+        elif ranks[stage] == pipe.rank:
+            assert make_buffers is not None, "several ranks need buffers for transfers between them"
+            ends[index] = _end(layout.units[index], layout.graphs, pipe, stage, ranks, make_buffers, of_slice)
+    rank_units = RankUnits(replace(layout, shared=shared_gradients(model)), pipe.rank, model, ends)
     _check_single(rank_units)
     return rank_units
 
@@ -229,7 +226,7 @@ def in_halves(units: Sequence[Unit], modes: Sequence[str], cut: Collection[int])
 
 def _end(
     name: str,
-    transfers: Mapping[str, GraphPair],
+    graphs: Mapping[str, GraphPair],
     pipe: Pipe,
     stage: int,
     ranks: Sequence[int],
@@ -243,10 +240,10 @@ def _end(
     if name.endswith(OF_SLICES):
         assert of_slice is not None, "slices of the head need buffers"
         make_buffers = of_slice(boundary - first)
-    is_of_slices = SEND + OF_SLICES in transfers and not pipe.size - 1 <= boundary < first
+    is_of_slices = SEND + OF_SLICES in graphs and not pipe.size - 1 <= boundary < first
     channel = pipe.channel(boundary, peer, outward, int(is_of_slices))
     transfer = PipelineTransfer(channel, boundary, make_buffers)
-    return Unit(label=f"{name}.{boundary}", graphs=transfers[name], operators={"transfer": transfer}, placements={})
+    return Unit(label=f"{name}.{boundary}", graphs=graphs[name], operators={"transfer": transfer}, placements={})
 
 
 def _check_single(rank_units: RankUnits) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hf_helix.planning.graph.backward import OF_SLICES, RECEIVE, SEND, GraphPair
+from hf_helix.planning.graph.backward import OF_SLICES, RECEIVE, SEND, GraphPair, transfer_graphs
 from hf_helix.planning.graph.operator import Graph, Operator
 from hf_helix.planning.parameters import GRADIENTS, WEIGHTS, Adder, Bucket, FlatWeights, Traffic, traffic_of
 
@@ -214,6 +214,26 @@ def place_names(
         chunks[stage] = list(range(len(names), len(names) + len(chunk)))
         names += chunk
     return names, chunks
+
+
+def staged_layout(
+    names: Sequence[str],
+    graphs: Mapping[str, GraphPair],
+    ranks: Sequence[int],
+    ranges: Sequence[range],
+) -> Layout:
+    """Returns the layout of a model on the stages of a pipeline, with transfers between the ranks.
+
+    Args:
+        names: of the embedding, the layers and the head, or of their slices; see `place_names`.
+        graphs: the graphs of each name.
+        ranks: the pipeline rank of each virtual stage.
+        ranges: the layers of each virtual stage with layers.
+    """
+    units, chunks = place_names(names, ranks, ranges)
+    embedding = (len(ranks) - len(ranges)) // 2
+    transfers = transfer_graphs(graphs[names[embedding]].forward.passing, embedding > 0) if max(ranks) else {}
+    return Layout(units, chunks, {**graphs, **transfers}, ranks=ranks)
 
 
 def sub_layout(layout: Layout, stages: Sequence[Sequence[int]], ranks: Sequence[int] = ()) -> Layout:
