@@ -88,7 +88,7 @@ def stepped(kind: Any, layout: dict[str, Any] | None, steps: int) -> Any:
     torch.manual_seed(1)  # of optimizers that draw
     optimizer = made(kind, model)
     if engine is not None:
-        engine.step_shards(optimizer, reads_matrices=True)
+        engine.weights.step_shards(optimizer, reads_matrices=True)
     generator = torch.Generator().manual_seed(2)
     means = {name: torch.randn(each.shape, generator=generator) * 0.1 for name, each in before.items()}
     for _ in range(steps):

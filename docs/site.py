@@ -25,14 +25,16 @@ API = {
         "hf_helix.HelixPlugin": ["prepare", "build_mesh"],
     },
     "A cut model: `trainer.helix`": {
-        "hf_helix.engine.engine.Engine": [
+        "hf_helix.engine.engine.Engine": [],
+        "hf_helix.engine.weights.Weights": [
             "full_weight",
             "full_gradient",
             "full_weights",
-            "evaluate",
+            "gradient_norm",
             "save_pretrained",
             "load_weights",
         ],
+        "hf_helix.engine.session.Session": ["evaluate"],
         "hf_helix.engine.diagnostics.Diagnostics": None,
     },
     "Model families": {

@@ -79,11 +79,11 @@ def train(
             for turn, lengths in enumerate(((48, 33), (64, 48))):
                 losses += window(engine, 2 * step + turn, lengths)
                 if turn or step % 2:  # every second step adds the gradients of both windows up
-                    norms.append(float(engine.clip_gradients(1.0)))
+                    norms.append(float(engine.weights.clip_gradients(1.0)))
                     optimizer.step()
                     optimizer.zero_grad()
             losses.append(evaluated(engine, step))
-        count = engine.graphs.num_captured if engine.graphs is not None else 0
+        count = engine.session.graphs.num_captured if engine.session.graphs is not None else 0
         weights = {name: value.detach().cpu().clone() for name, value in engine.model.named_parameters()}
     return count, losses, norms, weights
 
@@ -92,13 +92,13 @@ def window(engine: Engine, step: int, lengths: Sequence[int]) -> list[float]:
     """The losses of a window of its own tokens."""
     tokens = batches(2, lengths=lengths, seed=step + 1)
     scale = LossScale(torch.tensor(engine.mesh.dp_size / targets(tokens), device=engine.mesh.device), 1 / 2)
-    return [loss.item() for loss in engine.train_window(models.on(tokens, engine.mesh.device), scale, step)]
+    return [loss.item() for loss in engine.session.train_window(models.on(tokens, engine.mesh.device), scale, step)]
 
 
 def evaluated(engine: Engine, step: int) -> float:
     """The loss of a batch that nothing is learned from."""
     (batch,) = models.on(batches(1, lengths=(48,), seed=100 + step), engine.mesh.device)
-    return engine.evaluate(batch, LossScale(torch.tensor(0.01, device=engine.mesh.device), 1.0), step)[0].item()
+    return engine.session.evaluate(batch, LossScale(torch.tensor(0.01, device=engine.mesh.device), 1.0), step)[0].item()
 
 
 def memory(report: Report, device: torch.device) -> None:
@@ -115,8 +115,8 @@ def memory(report: Report, device: torch.device) -> None:
             torch.cuda.synchronize()
             release()
             held.append(torch.cuda.memory_reserved() / 2**20)
-        assert engine.graphs is not None
-        engine.graphs.release()
+        assert engine.session.graphs is not None
+        engine.session.graphs.release()
         release()
         held.append(torch.cuda.memory_reserved() / 2**20)
     figure = ", ".join(

@@ -177,10 +177,10 @@ def train_steps(engine: Engine, optimizer: Any, count: int) -> tuple[list[float]
         window = window_of(step)
         mine = on(window[place * count : (place + 1) * count], mesh.device)
         scale = LossScale(torch.tensor(mesh.dp_size / targets(window), device=mesh.device), 1 / count)
-        engine.tune(mine, scale, step)
-        loss = torch.stack(engine.train_window(mine, scale, step)).sum()
+        engine.session.tune(mine, scale, step)
+        loss = torch.stack(engine.session.train_window(mine, scale, step)).sum()
         losses.append(_mean_over(loss, mesh.dp_group, mesh.dp_size))
-        norms.append(float(engine.clip_gradients(MAX_NORM)))
+        norms.append(float(engine.weights.clip_gradients(MAX_NORM)))
         optimizer.step()
         engine.model.zero_grad()
     return losses, norms
@@ -191,7 +191,7 @@ def optimizer_of(engine: Engine) -> Any:
     options spread them."""
     trained = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, **OPTIMIZER, fused=True)
-    engine.step_shards(optimizer)
+    engine.weights.step_shards(optimizer)
     return optimizer
 
 

@@ -97,7 +97,7 @@ def train(engine: Engine, window: Sequence[Batch], step: int = 0) -> Window:
     """Run a window on an engine's plan; its gradients are taken away again. The loss is the mean over its tokens."""
     device = engine.mesh.device
     scale = LossScale(torch.tensor(engine.mesh.dp_size / targets(window), device=device), 1 / len(window))
-    losses = [loss.detach() for loss in engine.train_window(on(window, device), scale, step)]
+    losses = [loss.detach() for loss in engine.session.train_window(on(window, device), scale, step)]
     with plain_parameters():  # what this rank holds: there are no others to gather the rest from
         named = [(name, parameter.grad) for name, parameter in engine.model.named_parameters()]
         gradients = {name: gradient.double().cpu() for name, gradient in named if gradient is not None}
@@ -122,7 +122,7 @@ def under_plan(engine: Engine, rule: str) -> None:
     """Let the engine go on under the plan of a rule, made from rough times."""
     runner = engine.runner
     plan = make_plan(rule, rough_profile(runner.rank_units.layout), model=runner.plan.model, mesh=runner.plan.mesh)
-    engine.runner = runner.with_plan(plan)
+    engine.session.runner = runner.with_plan(plan)
 
 
 def unsplit(

@@ -1,7 +1,11 @@
 """The cut model on a rank.
 
-engine            trains windows, evaluates, clips, saves: the engine of the Trainer and of a loop
-diagnostics       measurements of the cut model: the figures of the logs, overlap, comparisons, memory, traces
+engine            cuts a model; the objects below, for the Trainer and a loop
+cut_model         the cut model, as the other files read it
+window_checks     what ranks compare, and what is refused, before windows
+session           windows, tuning, evaluation
+weights           norms, clipping, full tensors, the optimizer's shards, checkpoints
+diagnostics       measurements: the figures of the logs, overlap, comparisons, memory, traces
 calls             calls of the model by a script, with arguments of each rank's own
 call_state        the state that such a call reads besides its arguments: adapters, modes, buffers
 mixed_types       parameters of several types, such as norms in fp32 in a model in bf16

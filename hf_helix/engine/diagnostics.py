@@ -1,13 +1,12 @@
 """Diagnostics of a cut model: figures for the logs, overlap, comparisons of plans, memory, traces.
 
-In:   the runner in use, and the last trained window.
+In:   a session with its last trained window.
 Out:  figures, the same on every rank; files with pictures and traces.
 Must hold: measuring leaves training as it was; nothing slows a window of training but its own trace, once between two
 logs.
 """
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_helix.config import HelixConfig
+from hf_helix.engine.cut_model import CutModel
+from hf_helix.engine.session import Session
 from hf_helix.measure.memory import peak_bytes
 from hf_helix.measure.overlap import Overlap, measure_overlap, trace_window
-from hf_helix.planning.plan.plan import Plan
 from hf_helix.report.flops import peak_tflops, token_flops
 from hf_helix.report.live import LiveScore, short_entries
 from hf_helix.report.perfetto import write_perfetto
-from hf_helix.runtime.cuda_graphs import WindowGraphs
 from hf_helix.runtime.deferred_backward import modes_kept
 from hf_helix.runtime.distributed.agreement import agree_on_action, all_gather_object
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
@@ -30,49 +28,28 @@ from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.rank_units import RankUnits
-from hf_helix.runtime.runner import Runner, measured
+from hf_helix.runtime.runner import measured
 from hf_helix.tuning.budget import BASELINE
 from hf_helix.tuning.candidates import PAPER, Comparison, compare
-from hf_helix.tuning.result_text import TuningResult
-from hf_helix.tuning.tuner import Tuner
 
 
 class Diagnostics:
-    """The measurements of an `Engine`, the only subclass.
+    """The measurements of a session.
 
     Args:
-        base: a Transformers model, before it is cut.
-        mesh: the mesh of ranks.
+        cut: the cut model.
+        session: its windows.
+        live: the windows since the last log.
 
     Attributes:
         overlap: the last result of `measure_overlap` or `compare_plans`; None before.
         figures: all figures of the last `log_entries`.
     """
 
-    # Attributes of the engine.
-    model: Any
-    config: HelixConfig
-    mesh: Mesh
-    last_window: list[MicroBatch]
-    runner: Runner
-    tuner: Tuner
-    graphs: WindowGraphs | None
-
-    def __init__(self, base: Any, mesh: Mesh) -> None:
+    def __init__(self, cut: CutModel, session: Session, live: LiveScore) -> None:
+        self._cut, self._session, self._live = cut, session, live
         self.overlap: Overlap | None = None
         self.figures: dict[str, float] = {}
-        peak = peak_tflops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None
-        self._live = LiveScore(token_flops(base), world_size(), mesh.dp_size, peak)
-
-    @property
-    def plan(self) -> Plan:
-        """The plan in use."""
-        return self.runner.plan
-
-    @property
-    def tuning(self) -> TuningResult | None:
-        """The measurement by which the plan was chosen; None without a measurement."""
-        return self.tuner.result
 
     def measure_overlap(self, repeats: int = 5) -> Overlap:
         """Measures the communication that the plan hides, on the last trained window. Collective.
@@ -81,7 +58,7 @@ class Diagnostics:
             ValueError: nothing has been trained yet.
         """
         with self._repeated_window("measure_overlap") as window:
-            self.overlap = measure_overlap({"": self.runner}, window, repeats, graphs=self.graphs)[""]
+            self.overlap = measure_overlap({"": self._session.runner}, window, repeats, graphs=self._session.graphs)[""]
         return self.overlap
 
     def compare_plans(self, rules: Sequence[str] = (BASELINE, PAPER), repeats: int = 5) -> Comparison:
@@ -90,9 +67,10 @@ class Diagnostics:
         Raises:
             ValueError: nothing has been trained yet.
         """
-        profile = self.tuning.profile if self.tuning is not None else None
+        tuning = self._session.tuner.result
+        profile = tuning.profile if tuning is not None else None
         with self._repeated_window("compare_plans") as window:
-            comparison = compare(self.runner, window, rules, profile, repeats, graphs=self.graphs)
+            comparison = compare(self._session.runner, window, rules, profile, repeats, graphs=self._session.graphs)
         self.overlap = comparison.overlaps[comparison.chosen]
         return comparison
 
@@ -103,7 +81,7 @@ class Diagnostics:
             ValueError: nothing has been trained yet.
         """
         with self._repeated_window("measure_memory") as window:
-            return all_gather_object(peak_bytes(self.runner, window))
+            return all_gather_object(peak_bytes(self._session.runner, window))
 
     def trace(self, path: str | Path) -> None:
         """Writes a trace of the last window for https://ui.perfetto.dev, a track for each stream. Collective.
@@ -113,7 +91,7 @@ class Diagnostics:
         """
         with self._repeated_window("trace") as window:
             spans = all_gather_object(
-                trace_window(self.runner, window, complete=bool(self.runner.layout.reductions)).spans
+                trace_window(self._session.runner, window, complete=bool(self._session.runner.layout.reductions)).spans
             )
         if rank() == 0:
             write_perfetto(path, spans)
@@ -121,44 +99,33 @@ class Diagnostics:
     @contextlib.contextmanager
     def _repeated_window(self, asked: str) -> Iterator[list[MicroBatch]]:
         agree_on_action(f"{asked}() is called")
-        if not self.last_window:
+        if not self._session.last_window:
             raise ValueError(f"{asked}() needs a window to repeat; call it after train() or train_window()")
-        if self.graphs is not None:
-            self.graphs.keep_gradients()
-            self.graphs.release()  # their memory belongs to another window
-        with modes_kept(self.model.modules()):
-            self.model.train()
-            with watched(), plain_parameters(), measured(self.runner):
-                yield self.last_window
+        if self._session.graphs is not None:
+            self._session.graphs.keep_gradients()
+            self._session.graphs.release()  # their memory belongs to another window
+        with modes_kept(self._cut.model.modules()):
+            self._cut.model.train()
+            with watched(), plain_parameters(), measured(self._session.runner):
+                yield self._session.last_window
 
     # -- the logs ------------------------------------------------------------------------------------------------
 
     def log_entries(self, full: bool = False) -> dict[str, float]:
         """Returns the figures since the last call: all if `full`, else the figures of a log line. Collective."""
-        self.runner.executor.streams.synchronize()  # a GPU may be behind the host, whose clock counts
-        tuned = self.tuning.overlaps[self.tuning.chosen] if self.tuning else None
-        capped = self.config.expert_capacity_factor is not None
-        routers = router_entries(self.runner.rank_units, self.mesh, capped)
+        self._session.runner.executor.streams.synchronize()  # a GPU may be behind the host, whose clock counts
+        tuning = self._session.tuner.result
+        tuned = tuning.overlaps[tuning.chosen] if tuning else None
+        capped = self._cut.config.expert_capacity_factor is not None
+        routers = router_entries(self._session.runner.rank_units, self._cut.mesh, capped)
         self.figures = {**self._live.entries(self.overlap or tuned), **routers}
         return self.figures if full else {**short_entries(self.figures), **routers}
 
-    @contextlib.contextmanager
-    def _counted(self, window: Sequence[MicroBatch], traces: bool = True) -> Iterator[None]:
-        """Returns a context that trains a window and counts it for the logs.
 
-        Args:
-            window: the micro-batches; complete at the end of the context.
-            traces: whether the first window after each log is traced.
-        """
-        start, is_traced = time.perf_counter(), traces and self._live.wants_trace
-        streams = self.runner.executor.streams
-        self._live.begin()
-        with streams.tracing() if is_traced else contextlib.nullcontext() as trace:
-            yield
-        tokens = sum(batch.num_tokens for batch in window)
-        self._live.add(tokens, max((batch.length for batch in window), default=0))
-        if trace is not None:
-            self._live.add_trace(trace, tokens, time.perf_counter() - start)
+def live_score(base: Any, mesh: Mesh) -> LiveScore:
+    """Returns the counts for the logs, of a Transformers model before it is cut."""
+    peak = peak_tflops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None
+    return LiveScore(token_flops(base), world_size(), mesh.dp_size, peak)
 
 
 # -- routers --------------------------------------------------------------------------------------------------------

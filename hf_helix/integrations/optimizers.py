@@ -271,7 +271,7 @@ class _StepArguments(tuple[Any, ...]):
 def hand_over(engine: Engine, optimizer: Any) -> None:
     """Hands this rank's parts of the model to an accepted optimizer, also in Accelerate's wrapper. Collective."""
     inside = unwrapped(optimizer)
-    engine.step_shards(inside, reads_matrices=granularity_of(inside) == MATRIX)
+    engine.weights.step_shards(inside, reads_matrices=granularity_of(inside) == MATRIX)
 
 
 def unwrapped(optimizer: Any) -> Any:

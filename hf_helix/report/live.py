@@ -7,12 +7,15 @@ Must hold: every figure comes from windows since the last log; unknown figures, 
 left out, never guessed.
 """
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_helix.measure.overlap import Overlap
 from hf_helix.planning.timing.token_flops import TokenFlops
+from hf_helix.runtime.microbatch import MicroBatch
+from hf_helix.runtime.streams.streams import Streams
 from hf_helix.runtime.streams.trace import Trace
 
 # The figures of a log line. The speed is there already, in the progress bar.
@@ -47,6 +50,24 @@ class LiveScore:
         self._batches = batches
         self._peak = peak
         self._since = _Since()
+
+    @contextlib.contextmanager
+    def counting(self, streams: Streams, window: Sequence[MicroBatch], traces: bool = True) -> Iterator[None]:
+        """Returns a context that trains a window and counts it for the logs.
+
+        Args:
+            streams: that run the window.
+            window: the micro-batches; complete at the end of the context.
+            traces: whether the first window after each log is traced.
+        """
+        start, is_traced = time.perf_counter(), traces and self.wants_trace
+        self.begin()
+        with streams.tracing() if is_traced else contextlib.nullcontext() as trace:
+            yield
+        tokens = sum(batch.num_tokens for batch in window)
+        self.add(tokens, max((batch.length for batch in window), default=0))
+        if trace is not None:
+            self.add_trace(trace, tokens, time.perf_counter() - start)
 
     @property
     def wants_trace(self) -> bool:

@@ -8,7 +8,7 @@ of a tuning, so from then on overlap is never slower than none beyond noise. Ran
 window of two micro-batches or more and after 2, 4, 8, ... steps only. Measuring and searching take at most
 `tuning_share` of the run, say beforehand how long they take, and leave training as it was; results are kept on disk.
 
-The integrations call `Engine.tune`, and so `Tuner.update`, before every step:
+The integrations call `Session.tune`, and so `Tuner.update`, before every step:
 
     first window of two or more:  result of an earlier run in the cache?  -> its plan
     after 2, 4, 8, ... steps:     rank 0: tuning_share x time left >= cost of a tier?  -> tune

@@ -135,7 +135,7 @@ def types(folder: str, helix: dict[str, Any], model: dict[str, Any], training: d
         name = str(move.value[1])
         moved[name] = moved.get(name, 0) + 1
     gradients = {str(parameter.grad.dtype) for parameter in trainer.model.parameters()}
-    return {"moved": moved, "gradients": gradients, "about": trainer.helix.tuner.fingerprint}
+    return {"moved": moved, "gradients": gradients, "about": trainer.helix.session.tuner.fingerprint}
 
 
 def test_logits_are_handed_out_in_fp32(tmp_path: Path) -> None:

@@ -172,10 +172,10 @@ def train_and_measure(
     result = {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]}
     if helix is None:
         return result
-    spans = trace_window(trainer.helix.runner, trainer.helix.last_window).spans
+    spans = trace_window(trainer.helix.runner, trainer.helix.session.last_window).spans
     again = [span.label.split(".", 1)[1] for span in spans if span.label.endswith(".again")]
     return result | {
         "again": sorted({".".join(label.split(".")[:2]) for label in again}),
         "memory": trainer.measure_memory(),
-        "about": dict(trainer.helix.tuner.fingerprint),
+        "about": dict(trainer.helix.session.tuner.fingerprint),
     }

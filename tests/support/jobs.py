@@ -77,7 +77,7 @@ def save_plan(folder: str, helix: dict[str, Any], path: str) -> str:
     if helix.get("plan") in ("search", "dhelix"):
         made, profile = trainer.plan, rough_profile(trainer.helix.runner.rank_units.layout)
         plan = make_plan(helix["plan"], profile, model=made.model, mesh=made.mesh)
-        trainer.helix.runner = trainer.helix.runner.with_plan(plan)
+        trainer.helix.session.runner = trainer.helix.runner.with_plan(plan)
     if trainer.is_world_process_zero():
         trainer.plan.save(path)
     torch.distributed.barrier()

@@ -52,7 +52,7 @@ def profile(folder: str, output: str = "", pairs: bool = True, **options: Any) -
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     buffers = [buffer.detach().clone() for buffer in trainer.model.buffers()]
     numbers = torch.get_rng_state()
-    about = {**trainer.helix.tuner.fingerprint, "shapes": ", ".join(batch.shape for batch in window)}
+    about = {**trainer.helix.session.tuner.fingerprint, "shapes": ", ".join(batch.shape for batch in window)}
     shares: list[float] = []
     result = measure_profile(trainer.helix.runner, window, about, pairs, progress=shares.append)
     if output and dist.get_rank() == 0:
@@ -169,7 +169,7 @@ def measured_afterwards(trainer: Any, folder: str) -> dict[str, Any]:
     trainer.trace(Path(folder, "trace.json"))
     dist.barrier()
     gradients = sum(parameter.grad is not None for parameter in trainer.model.parameters())
-    losses = [loss.item() for loss in trainer.helix.runner.train_window(trainer.helix.last_window)]
+    losses = [loss.item() for loss in trainer.helix.runner.train_window(trainer.helix.session.last_window)]
     trainer.model.zero_grad()
     return {"overlap": overlap, "memory": memory, "gradients": gradients, "losses after": losses}
 

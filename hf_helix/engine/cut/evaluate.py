@@ -28,7 +28,7 @@ def evaluate_batch(
     keep_logits: bool = False,
     graphs: WindowGraphs | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Runs a batch forward only. Collective, see `Engine.evaluate`.
+    """Runs a batch forward only. Collective, see `Session.evaluate`.
 
     Args:
         runner: the runner of the cut model.

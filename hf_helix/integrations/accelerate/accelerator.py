@@ -193,7 +193,7 @@ class CutAccelerator(Accelerator):
         if engine is None or norm_type != 2 or {*map(id, given)} != {*map(id, engine.model.parameters())}:
             return super().clip_grad_norm_(given, max_norm, norm_type)
         with watched():
-            return engine.clip_gradients(max_norm)
+            return engine.weights.clip_gradients(max_norm)
 
     # -- the place of this rank ----------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils.logging import get_logger
 
 from hf_helix.config import HelixConfig
+from hf_helix.engine.calls import together
 from hf_helix.engine.cut.build import RunOptions
 from hf_helix.engine.cut.checks import check_batch
 from hf_helix.engine.cut.microbatches import LossScale
@@ -33,10 +34,7 @@ from hf_helix.models.graph.context import LossTweaks
 from hf_helix.models.stock.batch_inputs import count_targets
 from hf_helix.runtime.distributed.agreement import (
     agree_on_action,
-    agree_on_number,
     check_same_on_all_ranks,
-    check_windows,
-    shared_number,
 )
 from hf_helix.runtime.distributed.environment import check_environment
 from hf_helix.runtime.distributed.groups import control_group
@@ -129,7 +127,7 @@ def _cut(
         ),
         USE_INSTEAD,
     )
-    engine.move_to(accelerator.device)
+    engine.weights.move_to(accelerator.device)
     watch_steps(engine, meets=True)
     model._is_accelerate_prepared = True  # nothing is left to wrap
     if loss is not None:
@@ -170,13 +168,8 @@ class HelixModel:
 
     def _agree(self, batches: Sequence[Any]) -> None:
         """Compares the windows of the ranks. Collective."""
-        mesh = self.engine.mesh
-        agree_on_action(_WINDOWS, mesh=mesh)
-        number = shared_number(batches, mesh).reshape(1).to(mesh.device)
-        message = torch.cat((number, self.engine.value_bounds(batches)))
-        of_ranks = agree_on_number(len(batches), mesh.device, message)
-        self.engine.limits.raise_if_invalid([reach for _, *reach in of_ranks])
-        check_windows(batches, [number for number, *_ in of_ranks], mesh)
+        agree_on_action(_WINDOWS, mesh=self.engine.mesh)
+        self.engine.checks.agree(batches)
 
     def train_window(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Runs forward and backward of an optimizer step's micro-batches; gradients are added to `parameter.grad`.
@@ -209,8 +202,8 @@ class HelixModel:
         if mesh.dp_group is not None:
             dist.all_reduce(items, group=mesh.dp_group)
         scale = LossScale(mesh.dp_size / items, 1 / len(batches))
-        self._say(self.engine.tune(batches, scale, self._step))
-        return torch.stack(self.engine.train_window(batches, scale, self._step, is_compared=True)).sum()
+        self._say(self.engine.session.tune(batches, scale, self._step))
+        return torch.stack(self.engine.session.train_window(batches, scale, self._step, is_compared=True)).sum()
 
     def _say(self, tuning: TuningResult | None) -> None:
         if tuning is not None:
@@ -218,18 +211,18 @@ class HelixModel:
 
     def _train_own(self, loss_of: Loss, batches: Sequence[Any]) -> Tensor:
         """Trains a window with a loss of one's own: each backward pass runs with the next forward pass."""
-        assert self.engine.called_decoder is not None
-        self._say(self.engine.tune_calls())
+        session = self.engine.session
+        self._say(session.tune_calls())
         self.module.train()
-        losses = []
+        of_window = []
         for batch in batches:
-            with self.engine.called_decoder.training(self._step):
+            with session.calling(self._step) as losses:
                 loss = loss_of(self.module, self._moved(batch)) / len(batches)
                 loss.backward()
-            losses.append(loss.detach())
-            self.engine.called_decoder.losses.add_loss(loss)
-        self.engine.finish_window()
-        return torch.stack(losses).sum()
+                losses.append(loss)
+            of_window.append(loss.detach())
+        session.finish_window()
+        return torch.stack(of_window).sum()
 
     def evaluate(self, batch: Mapping[str, Any], logits: bool = False) -> CausalLMOutput:
         """Returns the mean loss of a batch and, on request, its logits, as `model(**batch)` of the unsplit model. A
@@ -245,10 +238,10 @@ class HelixModel:
                     )
                 agree_on_action("a batch is evaluated", mesh=self.engine.mesh, given=[batch])
                 self.module.eval()
-                with torch.no_grad(), self.engine.together():
+                with torch.no_grad(), together():
                     return CausalLMOutput(loss=self._loss(self.module, self._moved(batch)))
             batch = self._checked(batch)
-            loss, whole = self.engine.evaluate(
+            loss, whole = self.engine.session.evaluate(
                 batch, LossScale(1 / count_targets(batch)), self._step, keep_logits=logits
             )
         return CausalLMOutput(loss=loss, logits=whole)
@@ -256,7 +249,7 @@ class HelixModel:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradient of the full model down to a norm of `max_norm`; returns the norm before."""
         with watched():
-            return self.engine.clip_gradients(max_norm)
+            return self.engine.weights.clip_gradients(max_norm)
 
     def save_pretrained(self, folder: str | Path, max_shard_size: int | str | None = None) -> None:
         """Writes the checkpoint of the unsplit model's `save_pretrained`."""

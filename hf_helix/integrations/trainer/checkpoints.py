@@ -166,7 +166,7 @@ class CheckpointHooks(SavingHooks):
     @overrides("Trainer", otherwise="whole weights would be loaded into cut parameters, which is an error")
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Each rank reads its slices of the model. Collective."""
-        self.helix.load_weights(resume_from_checkpoint)
+        self.helix.weights.load_weights(resume_from_checkpoint)
 
     @overrides("Trainer", otherwise="whole weights would be loaded into cut parameters, which is an error")
     def _load_best_model(self) -> None:
@@ -174,7 +174,7 @@ class CheckpointHooks(SavingHooks):
         best = self.state.best_model_checkpoint
         assert best is not None
         logger.info(f"Loading best model from {best} (score: {self.state.best_metric}).")
-        self.helix.load_weights(best)
+        self.helix.weights.load_weights(best)
 
     @overrides("Trainer", otherwise="a resumed run would start with empty optimizer states")
     @plain_parameters()
@@ -185,7 +185,7 @@ class CheckpointHooks(SavingHooks):
         optimizer, folder = unwrapped(self.optimizer), Path(checkpoint)
         self._resumed.check_optimizer(folder, self._describe(optimizer))
         with with_remedy(folder):
-            with self.helix.stepped(optimizer) as local:
+            with self.helix.weights.stepped(optimizer) as local:
                 load_states(optimizer, local, folder / OPTIMIZER)
             self._load_schedule(folder)
         with patch.object(Trainer, "_load_optimizer_and_scheduler", lambda *_: None):  # of stock files

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hf_helix.engine.calls import together
 from hf_helix.integrations.trainer.checks import check_evaluation, check_overrides
 from hf_helix.integrations.trainer.stock import TrainerAttributes
 from hf_helix.integrations.upstream import overrides
@@ -104,7 +105,9 @@ class EvaluationHooks(TrainerAttributes):
         batch = self._prepare_inputs(inputs)
         labels = batch.get("labels")
         scale = self.loss_scale(self._get_num_items_in_batch([batch], self.args.device))
-        loss, logits = self.helix.evaluate(batch, scale, self.state.global_step, keep_logits=keeps, is_compared=True)
+        loss, logits = self.helix.session.evaluate(
+            batch, scale, self.state.global_step, keep_logits=keeps, is_compared=True
+        )
         known = None if labels is None else self._stock.take_losses(self, [batch], loss[None])[0]
         if prediction_loss_only:
             return known, None, None
@@ -112,9 +115,9 @@ class EvaluationHooks(TrainerAttributes):
 
     def _own_prediction(self, *arguments: Any) -> Any:
         """Returns the stock method's results of a loss of the user's own, with full logits."""
-        assert self.helix.called_decoder is not None
-        self.helix.called_decoder.step = self.state.global_step
-        with self.helix.together(), self._gathering():
+        assert self.helix.session.called_decoder is not None
+        self.helix.session.called_decoder.step = self.state.global_step
+        with together(), self._gathering():
             return tree_map(_full, super().prediction_step(*arguments))  # type: ignore[misc]
 
     @property

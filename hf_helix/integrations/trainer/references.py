@@ -48,7 +48,7 @@ def cut_references(
             return stock(given, *args, **kwargs)
         given.requires_grad_(False)
         engines.append(Engine(given, config, mesh, options, instead))
-        engines[-1].move_to(mesh.device)
+        engines[-1].weights.move_to(mesh.device)
         run_in_mixed_precision(given, accelerator)
         cut_fused_head()
         return given.eval()

@@ -297,7 +297,7 @@ class SavingHooks(PreemptionHooks):
         folder = output_dir if output_dir is not None else self.args.output_dir
         assert folder is not None
         if state_dict is None and self._writes is not None and self._is_staged(folder):
-            self._writes += self.helix.begin_save(folder, self._copies, model=self.model)
+            self._writes += self.helix.weights.begin_save(folder, self._copies, model=self.model)
         elif state_dict is None:
             self.helix.save_pretrained(folder, model=self.model)
         else:
@@ -319,7 +319,7 @@ class SavingHooks(PreemptionHooks):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Writes the optimizer's states, each rank its part, and on rank 0 the scheduler's. Collective."""
         optimizer, target = unwrapped(self.optimizer), Path(output_dir, OPTIMIZER)
-        with self.helix.stepped(optimizer) as local:
+        with self.helix.weights.stepped(optimizer) as local:
             if self._writes is not None and self._is_staged(output_dir):
                 self._writes.append(begin_saving_states(optimizer, local, target, self._copies))
             else:

@@ -157,7 +157,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             if self.place_model_on_device:
                 self._move_model_to_device(self.model, self.args.device)
         if getattr(self.model, "is_loaded_in_4bit", False):
-            self.helix.move_to(self.args.device)
+            self.helix.weights.move_to(self.args.device)
         check_trainer(self, arguments)
         CallbackDecisions(self)
 
@@ -256,7 +256,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             return
         with plain_parameters():
             super()._move_model_to_device(model, device)  # type: ignore[misc]
-        self.helix.reshard_parameters()
+        self.helix.weights.reshard_parameters()
 
     @overrides("Trainer", otherwise="every rank would train the whole model by itself")
     def call_model_init(self, trial: Any = None) -> Any:
@@ -302,7 +302,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         """Logs as the stock method does, with the scorecard next to the training loss."""
         logs.update(self._stock.log_entries(self.model.training))  # in place, for the result of evaluate()
         if "loss" in logs:
-            logs = {**logs, **self.helix.log_entries()}
+            logs = {**logs, **self.helix.diagnostics.log_entries()}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     @overrides("Trainer", otherwise="it would step stand-ins")

@@ -27,7 +27,7 @@ from hf_helix.integrations.trainer.preemption import PreemptionHooks
 from hf_helix.integrations.trainer.trackers import check_trackers
 from hf_helix.integrations.upstream import overrides
 from hf_helix.models.stock.batch_inputs import count_targets
-from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_number, check_windows, shared_number
+from hf_helix.runtime.distributed.agreement import agree_on_action
 from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.executor import WindowEnded
 from hf_helix.runtime.failures.heartbeat import watched
@@ -136,23 +136,15 @@ class WindowHooks(PreemptionHooks):
             with watched():
                 agree_on_action("a batch is fetched", mesh=mesh)
         batches = list(itertools.islice(epoch_iterator, num_batches))
-        ends_at_decoder = self.helix.ends_at_decoder
         with watched():
-            states = [self._health.state(), shared_number(batches, mesh)]
-            bounds = [] if ends_at_decoder else [self.helix.value_bounds(batches)]
-            message = torch.cat((torch.stack([state.to(device) for state in states]), *bounds))
-            of_ranks = agree_on_number(len(batches), device, message)
-            self._health.raise_if_invalid([health for health, *_ in of_ranks])
-            if not ends_at_decoder:
-                self.helix.limits.raise_if_invalid([reach for _, _, *reach in of_ranks])
-            check_windows(batches, [number for _, number, *_ in of_ranks], mesh)
+            self.helix.checks.agree(batches, self._health)
         samples, num_items = super().get_batch_samples(iter(batches), num_batches, device)  # type: ignore[misc]
         self._window = window = FetchedWindow(samples) if samples else None
-        if window is not None and ends_at_decoder:
-            self._say_tuning(self.helix.tune_calls(self._steps_left))
+        if window is not None and self.helix.ends_at_decoder:
+            self._say_tuning(self.helix.session.tune_calls(self._steps_left))
         elif window is not None:
             ready, scale = window.prepared(self._prepare_inputs), self.loss_scale(num_items, self._num_parts)
-            self._say_tuning(self.helix.tune(ready, scale, self.state.global_step, self._steps_left))
+            self._say_tuning(self.helix.session.tune(ready, scale, self.state.global_step, self._steps_left))
         return samples, num_items
 
     @overrides("Trainer", otherwise="the cut model would be called, which is an error")
@@ -172,18 +164,18 @@ class WindowHooks(PreemptionHooks):
             return self._own_step(model, inputs, num_items_in_batch)
         if window is None:
             agree_on_action("trainer.training_step() is called", mesh=self.helix.mesh)
-            self.helix.check_value_bounds(inputs)
+            self.helix.checks.check_values(inputs)
             window = self._window = FetchedWindow([inputs])
             scale = self._scale_of_one(inputs, num_items_in_batch)
             try:
                 # Inside of `train()`, `tune` does the same.
-                self.helix.settle_link(window.prepared(self._prepare_inputs), scale, self.state.global_step)
+                self.helix.session.settle_link(window.prepared(self._prepare_inputs), scale, self.state.global_step)
                 return self._run_window(window, scale, is_compared=False)[0]
             finally:
                 self._window = None
         if len(window.batches) == 1:
             if not window.holds(inputs):
-                self.helix.check_value_bounds(inputs)
+                self.helix.checks.check_values(inputs)
                 window = self._window = FetchedWindow([inputs])
         elif not window.holds(inputs):
             raise RuntimeError(
@@ -209,25 +201,24 @@ class WindowHooks(PreemptionHooks):
     def _own_step(self, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
         """Runs the stock step of a micro-batch, whose backward pass runs with the next one; the last micro-batch of a
         window, and one outside of `train()`, completes the gradients."""
-        called_decoder, window, step = self.helix.called_decoder, self._window, self.state.global_step
-        assert called_decoder is not None
+        session, window, step = self.helix.session, self._window, self.state.global_step
         if window is not None and not self._begins(window):
             self._window = None
-            self.helix.drop_window()
+            session.drop_window()
             return self._end_inside()
         if window is None or not _has_stock_step(type(self)) or self.helix.mesh.ranks_per_batch > 1:
             # A callback of one rank may have drawn numbers since the fetch.
             with watched():
                 agree_on_action("trainer.training_step() is called", mesh=self.helix.mesh, given=[inputs])
-        with called_decoder.training(step), self._gathering():
+        with session.calling(step) as losses, self._gathering():
             loss: Tensor = super().training_step(model, inputs, num_items)  # type: ignore[misc]
-        called_decoder.losses.add_loss(loss)
+            losses.append(loss)
         self._health.note_losses(loss.detach().reshape(1), step + 1)
         if window is not None:
             window.num_returned += 1
         if window is None or window.num_returned == len(window.batches):
             self._window = None
-            self.helix.finish_window()
+            session.finish_window()
         return loss
 
     def _begins(self, window: FetchedWindow) -> bool:
@@ -242,14 +233,14 @@ class WindowHooks(PreemptionHooks):
         Args:
             window: the micro-batches.
             scale: the factors of their losses.
-            is_compared: see `Engine.train_window`.
+            is_compared: see `Session.train_window`.
         """
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers have a mode
         ready = window.prepared(self._prepare_inputs)
         step = self.state.global_step
         may_begin = self._may_begin(len(ready))
-        losses = torch.stack(self.helix.train_window(ready, scale, step, is_compared, may_begin))
+        losses = torch.stack(self.helix.session.train_window(ready, scale, step, is_compared, may_begin))
         losses = self._stock.take_losses(self, ready, losses)
         # Without any label, the loss of every micro-batch is 0 / 0 as in the stock Trainer, and the gradient is zero.
         noted = losses if scale.tokens is None else losses.where(scale.tokens.isfinite(), 0.0)
@@ -317,7 +308,7 @@ class WindowHooks(PreemptionHooks):
 
     @overrides("Trainer", otherwise="each rank would clip by the norm of its own part of the gradient")
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        return self.helix.clip_gradients(self.args.max_grad_norm)
+        return self.helix.weights.clip_gradients(self.args.max_grad_norm)
 
     @overrides("Trainer", otherwise="the log would show the norm of one rank's part, and nan would not end the run")
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:

@@ -88,20 +88,20 @@ def train(helix: dict[str, Any], rule: str = "loss", padded: bool = False, **cha
             mask = torch.ones_like(ids)
             mask[1, -5:] = 0
             batch["attention_mask"] = mask
-        assert engine.called_decoder is not None
-        with engine.called_decoder.training(step=0):
+        assert engine.session.called_decoder is not None
+        with engine.session.called_decoder.training(step=0):
             pair = [RULES[rule](each, batch) for each in (whole, model)]
             for loss in pair:
                 loss.backward()
         losses.append([loss.item() for loss in pair])
-    engine.finish_window()
+    engine.session.finish_window()
     named = zip(model.named_parameters(), whole.parameters(), strict=True)
     errors = {
         name: float((full_of(mine.grad) - theirs.grad).norm() / theirs.grad.norm())
         for (name, mine), theirs in named
         if theirs.grad is not None
     }
-    return {"losses": losses, "errors": errors, "fused": engine.called_decoder.deferred_backward.num_fused}
+    return {"losses": losses, "errors": errors, "fused": engine.session.called_decoder.deferred_backward.num_fused}
 
 
 TIED = {"tie_word_embeddings": True}
@@ -151,14 +151,14 @@ def backward_again(at_once: bool) -> Any:
     config = HelixConfig(plan="greedy", tp_size=2)
     mesh = HelixPlugin(config).build_mesh(torch.device("cpu"))
     engine = Engine(model, config, mesh, RunOptions(loss_tweaks=LossTweaks(ends_at_decoder=True)), Instead("", ""))
-    assert engine.called_decoder is not None
-    with engine.called_decoder.training(step=0):
+    assert engine.session.called_decoder is not None
+    with engine.session.called_decoder.training(step=0):
         logits = model(input_ids=torch.arange(1, 25).view(2, 12)).logits
         logits.mean().backward(retain_graph=True)
         if not at_once:
             model(input_ids=torch.arange(1, 25).view(2, 12)).logits.mean().backward()
         logits.pow(2).mean().backward()
-    engine.finish_window()
+    engine.session.finish_window()
     return full_of(model.model.layers[0].mlp.up_proj.weight.grad).clone()
 
 

@@ -157,7 +157,7 @@ def called(helix: dict[str, int], own_loss: bool) -> tuple[dict[str, float], lis
     engine = Engine(cut, config, HelixPlugin(config).build_mesh(torch.device("cpu")), options, Instead("", ""))
     ids = torch.arange(1, 17).view(2, 8)
     errors = {}
-    with engine.called_decoder.training(step=0) if engine.called_decoder else contextlib.nullcontext():
+    with engine.session.called_decoder.training(step=0) if engine.session.called_decoder else contextlib.nullcontext():
         models = (whole, cut) if own_loss else ()
         losses = [model(input_ids=ids).logits.float().logsumexp(-1).mean() for model in models]
     if own_loss:
@@ -181,7 +181,7 @@ def called(helix: dict[str, int], own_loss: bool) -> tuple[dict[str, float], lis
     for loss in losses:
         loss.backward()
     if losses:
-        engine.finish_window()
+        engine.session.finish_window()
         for (name, parameter), trained in zip(whole.named_parameters(), cut.parameters(), strict=True):
             errors[name] = (full_of(trained.grad) - parameter.grad).abs().max().item()
         outside = cut(input_ids=ids).logits.float().mean()

@@ -35,7 +35,7 @@ def flip_bits(folder: str, helix: Helix, count: int) -> list[tuple[str, str]]:
             victim = draw.randrange(dist.get_world_size())
             with flipped(draw, victim == dist.get_rank()) as names:
                 try:
-                    trainer.helix.train_window(batches, trainer.loss_scale(torch.tensor(4.0)), number)
+                    trainer.helix.session.train_window(batches, trainer.loss_scale(torch.tensor(4.0)), number)
                     said = ""
                 except RuntimeError as error:
                     said = str(error)

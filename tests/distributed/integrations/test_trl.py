@@ -134,7 +134,7 @@ def follow(
         full = sum(each.nbytes for each in reference.parameters())
         with plain_parameters():
             part = sum(each.untyped_storage().nbytes() for each in reference.parameters()) / full
-    return {"log": log, "fused": trainer.helix.called_decoder.deferred_backward.num_fused, "part": part}
+    return {"log": log, "fused": trainer.helix.session.called_decoder.deferred_backward.num_fused, "part": part}
 
 
 @pytest.mark.parametrize(

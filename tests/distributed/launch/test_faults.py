@@ -45,7 +45,7 @@ def run_into_bad_gradients(folder: str) -> None:
     def spoil(*given: Any) -> Any:
         return gradient_norm(*given) * (1.0 if next(steps) == 0 else torch.inf)
 
-    with mock.patch("hf_helix.engine.engine.gradient_norm", spoil):
+    with mock.patch("hf_helix.engine.weights.gradient_norm", spoil):
         trainer.train()
 
 

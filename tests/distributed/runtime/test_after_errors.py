@@ -35,11 +35,11 @@ def after_error(folder: str, helix: dict[str, Any]) -> dict[str, Any]:
         if name == "after an error":
             with mock.patch.object(trainer.helix.runner.executor.streams, "issue", failing(trainer)):
                 try:
-                    trainer.helix.train_window(batches, scale, 0)
+                    trainer.helix.session.train_window(batches, scale, 0)
                 except torch.OutOfMemoryError as error:
                     said = [str(error)]
             optimizer.zero_grad()
-        losses = [float(loss) for loss in trainer.helix.train_window(batches, scale, 0)]
+        losses = [float(loss) for loss in trainer.helix.session.train_window(batches, scale, 0)]
         norm = float(trainer.helix.gradient_norm())
         gradient = full_of(trainer.model.get_parameter("model.layers.1.mlp.up_proj.weight").grad).clone()
         found[name] = said, losses, norm, gradient.tolist()

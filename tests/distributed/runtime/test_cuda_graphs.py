@@ -185,7 +185,7 @@ def engine_with(
         engine.runner.executor.streams = CudaStreams(CPU, cuda)  # in this thread, where operators are seen
         called = [module for unit in engine.runner.rank_units.units.values() for module in unit.modules_run_as_is]
         switches = Snapshot(engine.model, called).switches
-        engine.graphs = WindowGraphs(say, recorder, option, switches) if recorder is not None else None
+        engine.session.graphs = WindowGraphs(say, recorder, option, switches) if recorder is not None else None
         yield engine
 
 
@@ -200,8 +200,8 @@ def trained(engine: Engine, lengths: Lengths = ((12, 8),) * 4) -> list[Any]:
     for step, each in enumerate(lengths):
         window = batches(2, lengths=each, seed=step + 1)
         scale = LossScale(torch.tensor(1 / targets(window)), 1 / 2)
-        losses = engine.train_window(on(window, CPU), scale, step)
-        result += [*losses, engine.clip_gradients(1.0)]
+        losses = engine.session.train_window(on(window, CPU), scale, step)
+        result += [*losses, engine.weights.clip_gradients(1.0)]
         optimizer.step()
         optimizer.zero_grad()
     # Read at the end, so that no later window may have overwritten them.
@@ -220,8 +220,8 @@ def replayed(recorder: FakeRecorder, lengths: Lengths = ((12, 8),) * 4, **option
     drawn = torch.get_rng_state()
     with engine_with(recorder, **options) as engine:
         assert same(trained(engine, lengths), wanted)
-        assert engine.graphs is not None
-        assert engine.graphs.num_captured == 0 or not recorder.fails
+        assert engine.session.graphs is not None
+        assert engine.session.graphs.num_captured == 0 or not recorder.fails
     assert torch.equal(torch.get_rng_state(), drawn)
     return [graph.replays for graph in recorder.graphs]
 
@@ -250,7 +250,7 @@ def test_routers_are_counted_on() -> None:
         with engine_with(recorder, **options) as engine:
             trained(engine)
             routers = ("helix/router_z", "helix/expert_imbalance", "helix/dropped_tokens")
-            logged = engine.log_entries()
+            logged = engine.diagnostics.log_entries()
             entries.append([logged[name] for name in routers])
     assert entries[0] == entries[1]
     assert entries[0][1] > 1
@@ -264,7 +264,7 @@ def test_gradients_of_earlier_windows_are_added_to() -> None:
     for recorder in (None, FakeRecorder()):
         with engine_with(recorder) as engine:
             for step in range(4):
-                engine.train_window(on(window, CPU), scale, step)
+                engine.session.train_window(on(window, CPU), scale, step)
             result.append({name: parameter.grad.clone() for name, parameter in engine.model.named_parameters()})
     assert all(torch.equal(result[1][name], gradient) for name, gradient in result[0].items())
 
@@ -337,9 +337,9 @@ def test_evaluation_replays_too() -> None:
                 for seed in range(2):
                     (batch,) = on(batches(1, lengths=(12,), seed=10 * step + seed), CPU)
                     scale = LossScale(torch.tensor(1.0), 1.0)
-                    loss, logits = engine.evaluate(batch, scale, step, keep_logits=True)
+                    loss, logits = engine.session.evaluate(batch, scale, step, keep_logits=True)
                     assert logits is not None
-                    results[-1] += [loss, logits, engine.evaluate(batch, scale, step)[0]]
+                    results[-1] += [loss, logits, engine.session.evaluate(batch, scale, step)[0]]
     assert all(torch.equal(mine, wanted) for wanted, mine in zip(*results, strict=True))
     assert [graph.replays for graph in recorder.graphs] == [11, 5, 4]  # a third shape waits for a third time
 
@@ -376,7 +376,7 @@ def learn(folder: str, used: FakeRecorder | None, option: Any = True) -> list[An
     if used is not None:
         trainer.helix.runner.executor.streams.close()
         trainer.helix.runner.executor.streams = CudaStreams(CPU, used.cuda)
-        trainer.helix.graphs = WindowGraphs(say, used, option)
+        trainer.helix.session.graphs = WindowGraphs(say, used, option)
     trainer.train()
     return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
 
@@ -487,7 +487,7 @@ def test_graphs_end_before_the_process_groups(monkeypatch: Any) -> None:
 @pytest.mark.parametrize(("option", "said"), [(True, 1), ("auto", 0)])
 def test_on_a_cpu_graphs_are_missed_where_they_were_asked_for(option: Any, said: int, capsys: Any) -> None:
     with engine_on(functools.partial(tiny, "llama", **SMALL), silent_mesh(CPU), 2, cuda_graphs=option) as engine:
-        assert engine.graphs is None
+        assert engine.session.graphs is None
     assert capsys.readouterr().out.count("windows run without CUDA graphs: the model is on a cpu device") == said
 
 
@@ -557,13 +557,13 @@ def test_plans_are_chosen_by_their_replays(monkeypatch: Any) -> None:
 
     with engine_with(recorder, tp=2, family="phimoe", expert_capacity_factor=4.0) as engine:
         trained(engine)
-        assert engine.graphs is not None
+        assert engine.session.graphs is not None
         runner = engine.runner
         meters = [meter for unit in runner.rank_units.units.values() for meter in unit.meters]
         monkeypatch.setattr(FakeGraph, "replay", replay)
         profile = rough_profile(runner.rank_units.layout)
-        _, result = tune(runner, engine.last_window, tier, profile=profile, graphs=engine.graphs)
-        assert engine.graphs.num_captured == 0
+        _, result = tune(runner, engine.session.last_window, tier, profile=profile, graphs=engine.session.graphs)
+        assert engine.session.graphs.num_captured == 0
         assert all(parameter.grad is None for parameter in engine.model.parameters())
         assert not any(meter.sums.isnan().any() for meter in meters if meter.sums is not None)
     assert result.chosen == "sequential"
@@ -575,7 +575,7 @@ def test_plans_are_timed_operator_by_operator_where_one_cannot_be_captured(capsy
     recorder = FakeRecorder(fails=(2,))
     with engine_with(recorder, option="auto", tp=2) as engine:
         trained(engine, ((12, 8),))
-        overlap = measure_overlap({"": engine.runner}, engine.last_window, 1, graphs=engine.graphs)[""]
+        overlap = measure_overlap({"": engine.runner}, engine.session.last_window, 1, graphs=engine.session.graphs)[""]
         assert overlap.step > 0
     assert recorder.num_asked == 2
     assert not any(graph.replays or graph.is_alive for graph in recorder.graphs)

@@ -34,7 +34,7 @@ def score(folder: str, helix: dict[str, Any], trace: str = "", measure: bool = F
     result = {
         "logs": [entry for entry in trainer.state.log_history if "loss" in entry],
         "other_logs": [entry for entry in trainer.state.log_history if "loss" not in entry],
-        "figures": trainer.helix.figures,
+        "figures": trainer.helix.diagnostics.figures,
         "plan": trainer.plan.rule,
         "still_traced": trainer.helix.runner.executor.streams.trace is not None,
         "gradients": sum(parameter.grad is not None for parameter in trainer.model.parameters()),

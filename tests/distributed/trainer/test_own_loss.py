@@ -218,7 +218,7 @@ def follow(folder: str, helix: dict[str, Any] | None, kind: str, plan: str = "gr
         **behind,
         "log": [{name: entry[name] for name in names if name in entry} for entry in trainer.state.log_history],
         "predicted": [torch.as_tensor(each) for each in flattened(predicted.predictions)],
-        "fused": trainer.helix.called_decoder.deferred_backward.num_fused if helix is not None else 6,
+        "fused": trainer.helix.session.called_decoder.deferred_backward.num_fused if helix is not None else 6,
     }
 
 

@@ -736,7 +736,7 @@ def steps_of_the_accelerator(make: Make) -> Any:
     path = make.folder / "accelerator.json"
     path.write_text(json.dumps({"use_seedable_sampler": False, "gradient_accumulation_kwargs": {"num_steps": 3}}))
     trainer = make(rows=12, accelerator_config=str(path))
-    assert make.helix is None or trainer.helix.tuner.num_microbatches == 3
+    assert make.helix is None or trainer.helix.session.tuner.num_microbatches == 3
     return trained(trainer), trainer.args.gradient_accumulation_steps, trainer.accelerator.use_seedable_sampler
 
 

@@ -19,7 +19,7 @@ from support.models import sequences, tiny
 from support.tuning_jobs import hasty, said_in
 
 from hf_helix import HelixConfig, HelixPlugin
-from hf_helix.engine.engine import Engine
+from hf_helix.engine.session import Session
 from hf_helix.tuning import tuner as tuning
 from hf_helix.tuning.budget import FULL, QUICK, SHORT, StepTimer, Tier
 
@@ -54,7 +54,7 @@ class Counts:
 def counted(cache: str, costs: dict[Tier, float]) -> Iterator[Counts]:
     """Under a clock by which every step takes a second, and estimates that are known: work is counted, not timed."""
     counts = Counts()
-    usual, train_window, clock = tuning.measure_profile, Engine.train_window, [0.0]
+    usual, train_window, clock = tuning.measure_profile, Session.train_window, [0.0]
 
     def measure(*args: Any, **kwargs: Any) -> Any:
         counts.measured.append(1)
@@ -85,7 +85,7 @@ def counted(cache: str, costs: dict[Tier, float]) -> Iterator[Counts]:
         mock.patch.multiple(dist, **{name: counting(name) for name in PICKLED}),
         mock.patch("hf_helix.tuning.tuner.tuning_cost", cost),
         mock.patch("hf_helix.tuning.tuner.StepTimer", timer),
-        mock.patch.object(Engine, "train_window", train_for_a_second),
+        mock.patch.object(Session, "train_window", train_for_a_second),
         hasty(),
         contextlib.redirect_stdout(counts.output),
     ):
