@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from hf_helix.planning.plan.call_programs import CallPrograms, build_call_programs
@@ -124,9 +125,11 @@ class DeferredBackward:
         return DecoderCall(pieces, held, modes), values
 
     def evaluate(self, pieces: Sequence[MicroBatch], asked: tuple[Key, ...] = ()) -> dict[Key, list[Tensor]]:
-        """Runs a forward pass that no backward pass follows; returns the values as `forward` does."""
+        """Runs a forward pass that no backward pass follows; returns the values as `forward` does. A caller's inference
+        mode is of its thread only, and the threads of communication could not write to tensors made in it."""
         self.runner.rank_units.mark_weights_stale()
-        found = self.runner.run_forward(pieces, (self.output, *asked))
+        with torch.inference_mode(False), torch.no_grad():
+            found = self.runner.run_forward(pieces, (self.output, *asked))
         return {key: values for key, values in found.items() if self.is_here(key)}
 
     def backward(self, call: DecoderCall, gradients: Mapping[Key, Sequence[Tensor]]) -> None:

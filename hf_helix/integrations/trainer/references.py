@@ -1,8 +1,9 @@
-"""Reference models: frozen models of the trained model's class, which TRL's classes call as well.
+"""References, teachers and reward models: frozen models of any class, which a loss calls besides the trained model.
 
-In:   a model that a class prepares for evaluation, by `Accelerator.prepare_model(model, evaluation_mode=True)`.
+In:   a model that a class or a script prepares for evaluation, by `Accelerator.prepare_model(model,
+      evaluation_mode=True)`.
 Out:  the model, cut in place over the same ranks. Calls without gradients return the full model's results.
-Must hold: models of other classes or sizes, such as reward models, stay full on every rank. TRL is not imported.
+Must hold: a model that cannot be cut stays full on every rank, and a line says why. TRL is not imported.
 
 TRL's fused heads take hidden states, the parameters of the head, and labels; on a divided head they return what the
 function returns for the full head, on every rank of a batch. Heads of models that are not cut run TRL's own function.
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.cut.build import RunOptions
@@ -24,31 +26,49 @@ from hf_helix.models.graph.context import LossTweaks
 from hf_helix.models.stock.peft import base_of
 from hf_helix.operators.vocabulary.log_probs import HeadOptions, vocab_log_probs
 from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.notices import say
 
 
 def cut_references(
-    accelerator: Any, model: Any, config: HelixConfig, mesh: Mesh, options: RunOptions, instead: Instead
+    accelerator: Any, num_layers: int | None, config: HelixConfig, mesh: Mesh, options: RunOptions, instead: Instead
 ) -> None:
-    """Makes an `Accelerator` cut the reference models of a trained model, and keep their engines.
+    """Makes an `Accelerator` cut the models that it prepares for evaluation, and keep their engines.
 
     Args:
-        model: the trained model, before it is cut.
+        accelerator: of the trainer.
+        num_layers: of the trained model.
         config, mesh, options, instead: of the trained model's engine, see `Engine`.
     """
-    stock, kind, engines = accelerator.prepare_model, _kind_of(model), list[Engine]()
+    stock, engines = accelerator.prepare_model, list[Engine]()
     copies = config.dp_replicate_size if config.shard_parameters else 1
     config = replace(
-        config, plan="greedy", cuda_graphs=False, shard_optimizer=False, dp_replicate_size=copies, offload=None
+        config,
+        plan="greedy",
+        cuda_graphs=False,
+        shard_optimizer=False,
+        dp_replicate_size=copies,
+        offload=None,
+        verify_every=0,
     )
     tweaks = LossTweaks(ends_at_decoder=True)
     options = RunOptions(seed=options.seed, autocast_dtype=options.autocast_dtype, loss_tweaks=tweaks)
 
     def prepare_model(given: Any, *args: Any, **kwargs: Any) -> Any:
-        if not kwargs.get("evaluation_mode") or _kind_of(given) != kind:
+        if not kwargs.get("evaluation_mode") or not isinstance(base_of(given), PreTrainedModel):
             return stock(given, *args, **kwargs)
+        trained = [parameter for parameter in given.parameters() if parameter.requires_grad]
         given.requires_grad_(False)
-        engines.append(Engine(given, config, mesh, options, instead))
-        engines[-1].weights.move_to(mesh.device)
+        of_layers = config.layers_per_stage if num_layers_of(given) == num_layers else None
+        try:
+            engine = Engine(given, replace(config, layers_per_stage=of_layers), mesh, options, instead)
+        except ValueError as error:  # on every rank alike, before anything is cut
+            for parameter in trained:
+                parameter.requires_grad_(True)
+            size = sum(parameter.nbytes for parameter in given.parameters()) / 1e9
+            say(f"{type(given).__name__} lies whole on every rank, {size:.2f} GB: {error}")
+            return stock(given, *args, **kwargs)
+        engines.append(engine)
+        engine.weights.move_to(mesh.device)
         run_in_mixed_precision(given, accelerator)
         cut_fused_head()
         return given.eval()
@@ -56,10 +76,9 @@ def cut_references(
     accelerator.prepare_model = prepare_model
 
 
-def _kind_of(model: Any) -> Any:
-    """Returns the class of a model, and the names and shapes of its parameters."""
-    base = base_of(model)
-    return type(base), [(name, parameter.shape) for name, parameter in base.named_parameters()]
+def num_layers_of(model: Any) -> Any:
+    """Returns the number of decoder layers of a model; None if its configuration says none."""
+    return getattr(base_of(model).config.get_text_config(), "num_hidden_layers", None)
 
 
 # -- TRL's fused heads -----------------------------------------------------------------------------------------------

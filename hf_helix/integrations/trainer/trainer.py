@@ -39,7 +39,7 @@ from hf_helix.integrations.trainer.decisions import CallbackDecisions
 from hf_helix.integrations.trainer.evaluation import EvaluationHooks
 from hf_helix.integrations.trainer.hyperparameter_search import SearchHooks
 from hf_helix.integrations.trainer.model_card import write_card
-from hf_helix.integrations.trainer.references import cut_fused_head, cut_references
+from hf_helix.integrations.trainer.references import cut_fused_head, cut_references, num_layers_of
 from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall, put_aside, take_out
 from hf_helix.integrations.trainer.training_step import WindowHooks
 from hf_helix.integrations.trainer.trl import (
@@ -209,7 +209,8 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             self._cut(model)
         elif self.helix_config.ranks_per_batch > 1 or self.helix_config.shard_parameters:
             mesh = self._plugin.build_mesh(self.args.device)
-            cut_references(self.accelerator, model, self.helix_config, mesh, self._run_options(), USE_INSTEAD)
+            layers = num_layers_of(model)
+            cut_references(self.accelerator, layers, self.helix_config, mesh, self._run_options(), USE_INSTEAD)
 
     def _cut(self, model: Any) -> None:
         """Keeps this rank's part of the model, in place and before anything moves to the device. Collective."""

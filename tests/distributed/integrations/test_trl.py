@@ -14,6 +14,7 @@ LEFT_OUT = ("eval_runtime", "eval_s", "train_", "helix", "epoch", "step_time")
 ONLINE, PREFERENCES, TEACHERS = ("grpo", "rloo"), ("dpo", "kto", "synced"), ("gkd", "distillation")
 LOSSES = ["sigmoid", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "apo_zero", "apo_down"]
 REPEATED = {"repetition_penalty": 1.2, "entropy_coef": 0.01, "cast_lm_head_to_fp32": True}
+LARGE = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 7, "num_attention_heads": 8}
 TP, PP, CP, SHARDS = {"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}, {"shard_parameters": True}
 
 
@@ -50,12 +51,12 @@ def on_disk(kind: str, folder: str) -> Any:
     return load_from_disk(str(path))
 
 
-def model(family: str, seed: int, kind: str = "") -> Any:
+def model(family: str, seed: int, kind: str = "", **changes: int) -> Any:
     import transformers
 
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4}
-    if family != "Llama":
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, **changes}
+    if family not in ("Llama", "Qwen2", "Bert"):
         sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
     labels = 1 if kind == "reward" else 2
     config = getattr(transformers, f"{family}Config")(
@@ -90,6 +91,7 @@ def follow(
     config: Any = GKDConfig if kind == "gkd" else getattr(trl, f"{name}Config")
     given = dict(given)
     family, lora, resumes = given.pop("family", "Llama"), given.pop("lora", False), given.pop("resumes", False)
+    teacher, judge = given.pop("teacher", family), given.pop("judge", None)
     options: dict[str, Any] = {"model": given.pop("saved", None) or model(family, 0, kind)}
     size = 2 if shares and helix else 4
     usual = {"per_device_train_batch_size": size, "per_device_eval_batch_size": size, "gradient_accumulation_steps": 3}
@@ -99,9 +101,11 @@ def follow(
     if kind in ONLINE:
         usual |= {"num_generations": 4, "max_completion_length": 8, "steps_per_generation": 2}
         usual |= {"beta": 0.04 if lora else 0.0, "max_steps": 4}
-        options["reward_funcs"] = variety
+        options["reward_funcs"] = model(judge, 5, "reward") if judge else variety
+        if judge:
+            options["reward_processing_classes"] = AutoTokenizer.from_pretrained(tokenizer)
     elif kind in TEACHERS:
-        options["teacher_model"] = model(family, 7)
+        options["teacher_model"] = model(teacher, 7, **(LARGE if teacher != family else {}))
     elif "precompute_ref_log_probs" not in given:
         usual |= {"eval_strategy": "steps", "eval_steps": 3}
         options["eval_dataset"] = rows(kind, 8)
@@ -129,7 +133,9 @@ def follow(
     log = [{key: value for key, value in entry.items() if not key.startswith(LEFT_OUT)} for entry in log]
     if helix is None:
         return {"log": log}
-    reference, part = getattr(trainer, "ref_model", None), 0.0
+    reference, part = getattr(trainer, "ref_model", None) or getattr(trainer, "teacher_model", None), 0.0
+    if judge:
+        (reference,) = trainer.reward_funcs
     if reference is not None:
         full = sum(each.nbytes for each in reference.parameters())
         with plain_parameters():
@@ -163,7 +169,13 @@ def follow(
         slow("grpo", CP, {"lora": True}),
         slow("rloo", TP, {"lora": True}),
         slow("gkd", PP, {"lmbda": 0.0}),
+        slow("gkd", TP, {"lmbda": 0.0, "teacher": "Qwen2"}),
+        slow("gkd", PP, {"lmbda": 0.0, "teacher": "Mixtral"}),
+        slow("gkd", SHARDS, {"lmbda": 0.0, "teacher": "Qwen2"}),
         slow("distillation", TP, {"max_completion_length": 6, "temperature": 0.9, "top_k": 1}),
+        slow("distillation", PP, {"max_completion_length": 6, "temperature": 0.9, "top_k": 1, "teacher": "Qwen2"}),
+        slow("grpo", TP, {"judge": "Qwen2"}),
+        slow("grpo", PP, {"judge": "Bert"}),
     ],
     ids=str,
 )
@@ -184,7 +196,7 @@ def test_as_the_stock_trainer(
             if helix == SHARDS:
                 stock.pop("total_flos", None), found.pop("total_flos", None)  # smaller batches are padded less
             assert found == pytest.approx(stock, **close)
-        if kind not in TEACHERS and not given.keys() & {"resumes", "precompute_ref_log_probs"}:
-            # Of a reference model, a rank holds as much as of the trained one.
-            assert result["part"] < 0.8 or helix == CP
+        # Of another model, a rank holds as much as of the trained one, unless nothing can cut it.
+        assert (result["part"] < 0.8) == (helix != CP and given.get("judge") != "Bert")
+        if kind not in TEACHERS and not given.keys() & {"resumes", "precompute_ref_log_probs", "judge"}:
             assert result["fused"] == (8 if kind in ONLINE else 6)
