@@ -171,7 +171,6 @@ def follow(
         slow("gkd", PP, {"lmbda": 0.0}),
         slow("gkd", TP, {"lmbda": 0.0, "teacher": "Qwen2"}),
         slow("gkd", PP, {"lmbda": 0.0, "teacher": "Mixtral"}),
-        slow("gkd", SHARDS, {"lmbda": 0.0, "teacher": "Qwen2"}),
         slow("distillation", TP, {"max_completion_length": 6, "temperature": 0.9, "top_k": 1}),
         slow("distillation", PP, {"max_completion_length": 6, "temperature": 0.9, "top_k": 1, "teacher": "Qwen2"}),
         slow("grpo", TP, {"judge": "Qwen2"}),

@@ -170,6 +170,19 @@ def test_adapters_of_a_trained_model(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_a_student_of_a_trained_model(tmp_path: Path):
+    """What one recipe leaves another distils; the student comes closer to its teacher, and loads."""
+    flags = ["--sequence_length", "32", "--text", "text.txt"]
+    run_recipe(tmp_path, "cpu_tp2", "--config_name", str(MODELS / "tiny-llama"), "--max_steps", "6", *flags[:2])
+    flags += ["--teacher_name_or_path", "out", "--output_dir", "student", "--student_layers", "1", "--max_steps", "8"]
+    output = launched(tmp_path, "cpu_tp2", "distill.py", *flags)
+    (found,) = re.findall(r"held-out text: (\S+) before, (\S+) after", output)
+    assert float(found[1]) < float(found[0]), output
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "student").config.num_hidden_layers == 1
+    assert "`cpu_tp2`" in row_of("(distill.py)")
+
+
+@pytest.mark.slow
 def test_the_card_of_two_machines_starts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launch file of a model card starts as the card says: two launchers of one process each, here."""
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
