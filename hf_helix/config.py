@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 AUTO = "auto"
-RULES = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")  # of planning.plan.registry
+RULES = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")  # of planning.rules.registry
 PLANS = (AUTO, *reversed(RULES))
 CP_METHODS = ("ring", "all_gather")
 CP_RECURRENCES = ("heads", "states")

@@ -30,7 +30,7 @@ from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.local_parameters import LocalParameter
 from hf_helix.runtime.rank_units import RankUnits
 from hf_helix.runtime.streams.streams import Streams
-from hf_helix.runtime.whole_parameters import Exchange, Holding, Member, Whole, assign, rounds_of
+from hf_helix.runtime.whole_matrices import Exchange, Holding, Member, Whole, assign, rounds_of
 
 Local = Mapping[nn.Parameter, LocalParameter]
 

@@ -84,7 +84,13 @@ class LiveScore:
         self._since.length = max(self._since.length, length)
 
     def add_trace(self, trace: Trace, tokens: int, seconds: float) -> None:
-        """Keeps the trace of a window of `tokens` tokens on this rank."""
+        """Keeps the trace of a window.
+
+        Args:
+            trace: of this rank.
+            tokens: of the window on this rank.
+            seconds: of the window.
+        """
         since = self._since
         since.trace, since.traced_tokens, since.traced_seconds = trace, tokens * self._batches, seconds
 

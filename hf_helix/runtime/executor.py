@@ -177,13 +177,13 @@ def _flat_parameters_of(keys: Sequence[Key], units: Mapping[int, Unit]) -> list[
 def issue_gather(streams: Streams, flat: Zero1FlatParameter, label: str) -> Event:
     """Issues the gather of ZeRO-1 weights; returns the event of its end. Collective."""
     after = [flat.host.copied] if flat.host is not None and flat.host.copied is not None else []
-    return streams.issue(flat.reduce_axis.kind, flat.refresh(), after, label)
+    return streams.issue(flat.reduce_axis.kind, flat.prepare_gather_in_place(), after, label)
 
 
 def issue_copy(streams: Streams, host: HostShard, label: str) -> None:
     """Issues the copy of a shard on the host to the device, unless the device has it or every use copies it."""
     if host.copy is not None and not host.is_copied:
-        host.copied = streams.issue(Kind.UP, host.refresh(), (), label)
+        host.copied = streams.issue(Kind.UP, host.prepare_copy(), (), label)
 
 
 # -- executor ------------------------------------------------------------------------------------------------------

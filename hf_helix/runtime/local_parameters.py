@@ -1,27 +1,21 @@
-"""ZeRO in a whole model: the position of this rank's optimizer parameters in the full ones; ZeRO-1 weights.
+"""ZeRO in a whole model: the position of this rank's optimizer parameters in the full ones.
 
 In:   the units of a rank, with its cuts and its flat parameters.
 Out:  for every parameter that this rank steps: its name, and views of any tensor of its shape by their offset in the
-      full parameter; the ZeRO-1 weights of a layout.
-Must hold: the pieces of all ranks fill the full parameter; replicas have the same pieces. Gathers are in the order in
-which a micro-batch first reads them, the same on all ranks of a pipeline.
+      full parameter.
+Must hold: the pieces of all ranks fill the full parameter; replicas have the same pieces.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.parameters.param_shard import Placement
-from hf_helix.operators.units.unit import Unit
-from hf_helix.operators.zero.zero1 import Zero1FlatParameter, zero1_flat_parameters
-from hf_helix.planning.parameters import FlatWeights
 from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.runtime.gradients.buckets import max_elements
 from hf_helix.runtime.rank_units import RankUnits
 
 Offset = tuple[int, ...]
@@ -162,31 +156,3 @@ def local_parameters(model: nn.Module, rank_units: RankUnits, mesh: Mesh) -> dic
         axis, trained = mesh.axis_of(placement), parameter.requires_grad
         result[stepped] = LocalParameter(name, placement, axis, shard, trained)
     return result
-
-
-# -- ZeRO-1: weights of a layout -----------------------------------------------------------------------------------
-
-T = TypeVar("T")
-
-
-def flat_weights(model: Mapping[int, Unit], mesh: Mesh) -> list[FlatWeights]:
-    """Returns the ZeRO-1 weights of all pipeline ranks, from the uncut units of the whole model."""
-    readers = readers_of(sorted(model.items()))
-    return [FlatWeights(tuple(units), flat.name, _bytes(flat, mesh)) for flat, units in readers.items()]
-
-
-def readers_of(units: Iterable[tuple[T, Unit]]) -> dict[Zero1FlatParameter, list[T]]:
-    """Returns the reading units of every ZeRO-1 flat parameter, by the given names, in the given (forward) order."""
-    readers: dict[Zero1FlatParameter, list[T]] = {}
-    for name, unit in units:
-        for flat in zero1_flat_parameters(unit.flat_parameters.values()):
-            readers.setdefault(flat, []).append(name)
-    return readers
-
-
-def _bytes(flat: Zero1FlatParameter, mesh: Mesh) -> int:
-    """The bytes of the buffer on the rank with the largest, without padding."""
-    return sum(
-        max_elements(parameter, placement, mesh) * (flat.cast_to or parameter.dtype).itemsize
-        for parameter, placement in flat.placements.items()
-    )

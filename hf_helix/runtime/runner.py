@@ -229,7 +229,7 @@ class Runner:
         return self._programs[num_microbatches]
 
     def build_program(self, schedule: Schedule, keep: Collection[Key]) -> Program:
-        """Returns this rank's program for a schedule, see `planning.window.program.build_program`."""
+        """Returns this rank's program for a schedule, see `planning.plan.program.build_program`."""
         ahead = self.executor.streams.slots_ahead
         return build_program(schedule, self.layout, self.plan, self.rank_units.rank, keep, ahead)
 

@@ -12,8 +12,8 @@ from support.tuning_jobs import hasty
 
 from hf_helix.planning import parameters
 from hf_helix.planning.window.layout import with_traffic
-from hf_helix.runtime.gradients.buckets import planned_buckets
 from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.traffic import planned_buckets
 
 
 def model_of(**changes: Any) -> dict[str, Any]:

@@ -38,11 +38,11 @@ from hf_helix.planning.window.layout import named_operators
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.gradients.buckets import by_completion
-from hf_helix.runtime.local_parameters import readers_of
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.rank_units import RankUnits
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams.streams import Event, Streams
+from hf_helix.runtime.traffic import readers_of
 
 META = torch.device("meta")
 

@@ -44,11 +44,10 @@ from hf_helix.planning.timing.sizes import FULL_GRADIENTS
 from hf_helix.planning.window.layout import Layout, with_traffic
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.failures.heartbeat import watched
-from hf_helix.runtime.gradients.buckets import planned_buckets
-from hf_helix.runtime.local_parameters import flat_weights
 from hf_helix.runtime.rank_units import RankUnits, cut_layers, in_halves, place_units
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams.streams import make_streams
+from hf_helix.runtime.traffic import flat_weights, planned_buckets
 
 ChoosePlan = Callable[[Layout], tuple[Plan, Scheduler]]
 """Returns the first plan of a run and its scheduler, for a layout of units over ranks."""

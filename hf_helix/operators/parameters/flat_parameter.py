@@ -185,7 +185,7 @@ class FlatParameter:
         """Prepares the parameters for a window. Operators unshard flat parameters of this class as needed."""
         self.check_resharded()
         if self.host is not None and not self.host.is_copied:
-            self.host.refresh()()
+            self.host.prepare_copy()()
 
     def mark_stale(self) -> None:
         """Reports a possible step of an optimizer. This class keeps no buffer between windows."""

@@ -167,7 +167,7 @@ class HostShard:
             self.crossing.copy_(self.shard)
         self._cast_at, self._copied_at = self.shard._version, -1
 
-    def refresh(self) -> TransferFn:
+    def prepare_copy(self) -> TransferFn:
         """Returns a function to copy the shard to the device, if a copy stays there."""
         if self._cast_at != self.shard._version:  # written by something else than a step
             self.cast()

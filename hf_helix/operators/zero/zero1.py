@@ -63,7 +63,7 @@ class Zero1FlatParameter(FlatParameter):
     def mark_stale(self) -> None:
         self._gathered_at = None
 
-    def refresh(self) -> TransferFn:
+    def prepare_gather_in_place(self) -> TransferFn:
         """Returns a function to gather the shards of all ranks into the buffer, from the copies of shards on the host.
         Collective."""
 
@@ -77,8 +77,8 @@ class Zero1FlatParameter(FlatParameter):
         if self.cast_to is not None:
             return super().gather()
         if self.host is not None:
-            self.host.refresh()()
-        self.refresh()()
+            self.host.prepare_copy()()
+        self.prepare_gather_in_place()()
         return self.buffer
 
 

@@ -22,7 +22,6 @@ from hf_helix.operators.parameters.param_shard import Placement
 from hf_helix.operators.units.unit import Unit
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.parameters import Adder, Bucket, Parameter, gradient_buckets
-from hf_helix.planning.window.layout import Layout
 from hf_helix.runtime.distributed.mesh import Mesh
 
 
@@ -76,12 +75,6 @@ def _row(made: TrainedParameter, flat: FlatParameter | None, mesh: Mesh) -> Para
     if flat is not None:
         return Parameter(size, made.adders, flat=str(id(flat)), is_sharded=flat.reduce_axis.size > 1)
     return Parameter(size, made.adders, mesh.replica_group_of(made.placement) is not None)
-
-
-def planned_buckets(layout: Layout, model: Mapping[int, Unit], mesh: Mesh) -> list[Bucket]:
-    """Returns the buckets of all pipeline ranks that a plan orders, from the uncut units of the whole model."""
-    ranks = ({unit: model[unit] for unit in layout.units_of(rank) if unit in model} for rank in range(layout.num_ranks))
-    return [made.row for units in ranks for made in bound_buckets(units, mesh) if made.row.is_planned]
 
 
 def adders_of(units: Mapping[int, Unit]) -> dict[Tensor, list[Adder]]:

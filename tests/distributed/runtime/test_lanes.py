@@ -124,7 +124,7 @@ def test_every_way_has_a_group_of_its_two_ranks(cluster_of: Any) -> None:
         assert result == {"lanes": True, "plain": True, "members": [[0, 1]] * 4}
 
 
-def test_whole_parameters_go_over_the_host(cluster_of: Any) -> None:
+def test_whole_matrices_go_over_the_host(cluster_of: Any) -> None:
     cases = [((6, 3), ()), ((5,), ()), ((12, 2), (4, 4, 4)), ((9, 2), (5, 1, 3))]
     for (first, sent), (second, received) in zip(*cluster_of(2).run(whole_over_host, cases=cases), strict=True):
         assert (first, second) == ([True, True], [None, None])

@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 
-from hf_helix.runtime.whole_parameters import MOST_ELEMENTS, Holding, Whole, assign, cost_of, rounds_of
+from hf_helix.runtime.whole_matrices import MOST_ELEMENTS, Holding, Whole, assign, cost_of, rounds_of
 
 Rows = dict[str, list[Holding | None]]
 
