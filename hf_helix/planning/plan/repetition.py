@@ -107,6 +107,22 @@ _remembered: deque[tuple[Plan, Schedule, Layout, RepeatedWindow]] = deque(maxlen
 
 
 def _order_window(plan: Plan, schedule: Schedule, layout: Layout, slots_ahead: int, rank: int | None) -> RepeatedWindow:
+    """Orders a short window, and finds its stretch; the whole window without a stretch, or if little would be saved.
+
+        one or two ranks, or a plan without times:
+            order a window of a few periods; do its last stretches of a period, or of two, agree?
+            if not, try the same with more periods
+        more ranks by times, or no stretch found:
+            order a window with two sync points after some periods; the stretch is between them
+            if the schedule has no such points, try later ones
+
+    Example: one rank, 40 micro-batches. A period is an F beside a B.
+
+        schedule   F0 | F1B0 F2B1 ... F39B38 | B39             39 periods
+        short      F0 | F1B0 F2B1 F3B2 F4B3 F5B4 | B5          5 periods are kept
+        order      a b [c] d e f                               c, d and e agree: they begin with F2, F3 and F4
+        whole      a b [c] 35 times, d e f                     c stands for the 34 other periods as well
+    """
     periodic = Periodic(schedule)
     for least in KEPT if layout.num_ranks <= 2 or not plan.BY_TIMES else ():
         kept = least + (periodic.periods - least) % MULTIPLES[-1]
