@@ -149,11 +149,6 @@ class WindowClock:
     def _example(self) -> Planned:
         return self._few_layers[0][0] if self.fidelity is Fidelity.QUICK else self.planned
 
-    @property
-    def changes_operators(self) -> bool:
-        """Whether the plan replaces operators of the profile, for example by tiles."""
-        return self._example.plan.profile_for(self._example.profile) is not self._example.profile
-
     def _planned(self, layout: Layout) -> Planned:
         profile, mesh = self._completed(layout), {"tp_size": self._case.sizes.tp}
         if self._plan is not None:

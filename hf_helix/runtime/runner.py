@@ -24,7 +24,6 @@ from hf_helix.operators.zero.zero3 import casts_of
 from hf_helix.planning.choice.scheduler import Scheduler
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.program import Program, build_program, validate_program
-from hf_helix.planning.rules.intra_batch import IntraBatchPlan
 from hf_helix.planning.schedule.actions import Schedule, Slot
 from hf_helix.planning.window.layout import Key
 from hf_helix.runtime.distributed.groups import broadcast_object
@@ -33,7 +32,6 @@ from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.executor import Executor, Sources, WindowEnded, no_sources
 from hf_helix.runtime.gradients.buckets import bound_buckets
 from hf_helix.runtime.gradients.reduce import GradientReducer
-from hf_helix.runtime.intra_batch import tile_units
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.rank_units import RankUnits
 from hf_helix.runtime.streams.streams import Streams
@@ -50,7 +48,7 @@ class Runner:
         autocast_dtype: the type of matrix products under autocast, such as `torch.bfloat16`; None for no autocast.
 
     Attributes:
-        layout: the units of all ranks, with the graphs of the plan (the graphs of `rank_units`, but for tiled plans).
+        layout: the units of all ranks.
         buckets: the gradients that are reduced together.
     """
 
@@ -68,12 +66,11 @@ class Runner:
         self.plan = plan
         self.mesh = mesh
         self.scheduler = scheduler
-        issued = tile_units(rank_units, plan.tiles) if isinstance(plan, IntraBatchPlan) else rank_units
-        self.layout = issued.layout
+        self.layout = rank_units.layout
         self.seed = seed
         self.precision = Precision(mesh.device.type, autocast_dtype, CastWeights(casts_of(rank_units.flat_parameters)))
         # Ranks hold different heads, tokens or batches, so they draw different numbers.
-        self.executor = Executor(issued.units, streams, seed * world_size() + rank(), self.precision, issued.layout)
+        self.executor = Executor(rank_units.units, streams, seed * world_size() + rank(), self.precision, self.layout)
         self._programs: dict[object, Program] = {}
         head = self.rank_units.head
         (output,) = self.layout.graphs[self.layout.units[head]].forward.outputs  # the loss, or the decoder's output
@@ -159,7 +156,7 @@ class Runner:
         self._trained_before = self._trained()
         self.buckets = bound_buckets(self.rank_units.units, self.mesh)
         planned = {number: made.row for number, made in enumerate(self.buckets) if made.row.is_planned}
-        known = [each for each in self.rank_units.layout.traffic_of(self.rank_units.rank) if each.adders]
+        known = [each for each in self.layout.traffic_of(self.rank_units.rank) if each.adders]
         is_same = [each.adders for each in known] == [bucket.adders for bucket in planned.values()]
         self._numbers = {each.unit: number for each, number in zip(known, planned, strict=is_same)} if is_same else {}
 
