@@ -36,8 +36,7 @@ def in_tiles(runner: Runner, tiles: int, make_plan: Callable[[Layout], Plan] | N
     """
     tiled = tile_units(runner.rank_units, tiles)
     plan = make_plan(tiled.layout) if make_plan else _one_strand(runner, tiled.layout)
-    streams, autocast_dtype = runner.executor.streams, runner.precision.autocast_dtype
-    return Runner(tiled, plan, runner.mesh, streams, runner.scheduler, runner.seed, autocast_dtype)
+    return runner.of_units(tiled, plan)
 
 
 def _one_strand(runner: Runner, layout: Layout) -> Plan:

@@ -46,6 +46,7 @@ class Runner:
         scheduler: makes the schedule of a window from its number of micro-batches.
         seed: of the run; each operator's randomness derives from the seed and the operator's position.
         autocast_dtype: the type of matrix products under autocast, such as `torch.bfloat16`; None for no autocast.
+        fused: whether fused kernels run, see `Precision`.
 
     Attributes:
         layout: the units of all ranks.
@@ -61,6 +62,7 @@ class Runner:
         scheduler: Scheduler,
         seed: int,
         autocast_dtype: torch.dtype | None = None,
+        fused: bool = True,
     ) -> None:
         self.rank_units = rank_units
         self.plan = plan
@@ -68,7 +70,8 @@ class Runner:
         self.scheduler = scheduler
         self.layout = rank_units.layout
         self.seed = seed
-        self.precision = Precision(mesh.device.type, autocast_dtype, CastWeights(casts_of(rank_units.flat_parameters)))
+        casts = CastWeights(casts_of(rank_units.flat_parameters))
+        self.precision = Precision(mesh.device.type, autocast_dtype, casts, fused)
         # Ranks hold different heads, tokens or batches, so they draw different numbers.
         self.executor = Executor(rank_units.units, streams, seed * world_size() + rank(), self.precision, self.layout)
         self._programs: dict[object, Program] = {}
@@ -90,8 +93,18 @@ class Runner:
 
     def with_plan(self, plan: Plan, scheduler: Scheduler | None = None) -> Runner:
         """Returns a runner of the same parameters and streams, with another plan (and other schedules)."""
-        scheduler, streams = scheduler or self.scheduler, self.executor.streams
-        return Runner(self.rank_units, plan, self.mesh, streams, scheduler, self.seed, self.precision.autocast_dtype)
+        return self.of_units(self.rank_units, plan, scheduler)
+
+    def of_units(self, rank_units: RankUnits, plan: Plan, scheduler: Scheduler | None = None) -> Runner:
+        """Returns a runner like this one, with other units of the same parameters.
+
+        Args:
+            rank_units: such as units in tiles.
+            plan: of these units.
+            scheduler: None for the scheduler of this runner.
+        """
+        scheduler, streams, types = scheduler or self.scheduler, self.executor.streams, self.precision
+        return Runner(rank_units, plan, self.mesh, streams, scheduler, self.seed, types.autocast_dtype, types.fused)
 
     @plain_parameters()
     def train_window(
