@@ -57,7 +57,7 @@ class Case:
 
 def main() -> None:
     parser = options_of(__doc__, layers=4, microbatches=4, windows=20, rounds=20, warmup_rounds=2)
-    parser.add_argument("--plan", default="greedy", choices=[rule for rule in RULES if rule != "intra_batch"])
+    parser.add_argument("--plan", default="greedy", choices=RULES)
     add_outputs(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -7,7 +7,8 @@ A step is forward, backward and gradient reduction of a window, without the opti
 process (docs/results.md: a transfer takes place, and waits, asleep, until such a link would have carried it), or,
 with `--rates`, joins two network namespaces, over which stock software runs, too (needs root). The studies:
 
-    tp         a Llama with tp_size=2 under every plan; with `--rates` beside Transformers' tensor parallelism and DDP
+    tp         a Llama with tp_size=2 under every plan, with `--tiles` also the paper's intra-batch baseline; with
+               `--rates` beside Transformers' tensor parallelism and DDP
     dp         replicas: DDP and FSDP2 (with `--rates`), ours whole, with shard_optimizer, with shard_parameters
     cp         a sequence on two ranks: what each kind of overlap adds (the paper's figure 15)
     ep         the experts of a Phi-MoE on two ranks, beside all experts on both
@@ -42,6 +43,7 @@ from benchmarks.ranks import DEVICES, Ranks, shape
 from hf_helix.config import CP_RECURRENCES, RULES
 
 EVEN = "even"
+TILED = "sequential, in tiles"
 STUDIES = ("tp", "dp", "cp", "ep", "recompute")
 MODES = ("none", "selective", "full")
 VOCABULARY = 4096
@@ -90,6 +92,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--links", nargs="+", help="emulated links, as of HelixConfig(link=...) (default: even)")
     parser.add_argument("--rates", nargs="+", help=f"Mbit/s between two hosts, or `{EVEN}`; needs root")
     parser.add_argument("--plans", nargs="+", choices=RULES, help="the rules that are compared")
+    parser.add_argument("--tiles", action="store_true", help="in tp, also `sequential` with collectives in tiles")
     parser.add_argument("--tp_size", type=int, help="ranks that share every layer (default: 2 for tp and recompute)")
     parser.add_argument("--dp_size", type=int, help="replicas of these ranks (default: 2 for dp and ep)")
     parser.add_argument("--local_rate", type=int, help="Mbit/s inside a host")
@@ -117,7 +120,8 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
     tp = {"tp_size": options.tp_size}
     if options.study == "tp":
         plans = options.plans or RULES
-        return [Contender(rule, rule, tp) for rule in dict.fromkeys(("sequential", *plans))]
+        tiled = [Contender(TILED, helix=tp)] if options.tiles else []
+        return [*(Contender(rule, rule, tp) for rule in dict.fromkeys(("sequential", *plans))), *tiled]
     if options.study == "dp":
         plans = options.plans or ("sequential", "greedy", "search")
         spread = [Contender(f"shard_parameters, {rule}", rule, {**tp, "shard_parameters": True}) for rule in plans]
@@ -130,7 +134,7 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
         return [Contender(name, rule, helix, without) for name, rule, without in rows]
     if options.study == "ep":
         helix = {**tp, "ep_size": 2, "expert_capacity_factor": options.capacity, "inter_node_axes": ("ep",)}
-        plans = dict.fromkeys(("sequential", *(options.plans or (rule for rule in RULES if rule != "intra_batch"))))
+        plans = dict.fromkeys(("sequential", *(options.plans or RULES)))
         alone = Contender("all experts on both", helix={**tp, "expert_capacity_factor": options.capacity})
         return [*(Contender(rule, rule, helix) for rule in plans), alone]
     plans = options.plans or ("sequential", "dhelix", "search")
@@ -304,6 +308,8 @@ class Bench:
     def measure(self, link: str, count: int) -> dict[str, Any]:
         """Measures the operators, makes the plans, times everything in turn."""
         from benchmarks.paper.ablate import ablate_profile, ablated
+        from benchmarks.paper.tiled_units import in_tiles
+        from benchmarks.paper.tiles import tile_profile
         from hf_helix.measure.memory import peak_bytes
         from hf_helix.measure.operators import measure_profile
         from hf_helix.measure.overlap import measure_overlap
@@ -326,6 +332,8 @@ class Bench:
             for row in mine:
                 base = ablated(cut.runner, row.without) if row.without else cut.runner
                 known = ablate_profile(profile, row.without)
+                if row.name == TILED:
+                    base, known = in_tiles(cut.runner, options.tp_size), tile_profile(profile, options.tp_size)
                 made[row.name] = plan_runners(base, [row.rule], known, count)[row.rule]
                 rows[row.name] = {"predicted": predict_window(made[row.name], known, count)}
             for name, overlap in measure_overlap(made, window, max(1, options.repeats // 2)).items():

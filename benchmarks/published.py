@@ -21,13 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
+from benchmarks.paper.tiles import step_in_tiles, tile_profile
 from hf_helix.cli.doctor import DoctorCommand
+from hf_helix.doctor.amounts.records import Amounts
 from hf_helix.doctor.case import COMPILED, FLASH1, FLASH2, MEGATRON, RING, STOCK, Case, Software
 from hf_helix.doctor.exactness import kind_of, statistics_of
 from hf_helix.doctor.layouts import BATCHES
 from hf_helix.doctor.rivals import FSDP, FSDP_FUSED, HSDP, PIPELINE_OFFLOAD, RIVALS, rival_cases, simulate_rival
 from hf_helix.doctor.simulated import SimulatedModel
-from hf_helix.doctor.step import simulate_step
+from hf_helix.doctor.step import Step, profile_of, simulate_step
 from hf_helix.doctor.window import Fidelity
 from hf_helix.models.small_config import EXPERT_COUNTS
 from hf_helix.planning.timing.cluster import Cluster
@@ -137,7 +139,7 @@ class Predictor:
         case = case_of(row, cluster, name)
         seconds = [
             (
-                simulate_step(model.amounts(each), each, cluster, Fidelity.QUICK)
+                _simulated(row, model.amounts(each), each, cluster)
                 if name is None
                 else simulate_rival(name, model.amounts(each), each, cluster, _syncs(row)).step
             ).seconds
@@ -192,6 +194,14 @@ class Predictor:
         return self._models[key].on(cluster)
 
 
+def _simulated(row: Row, amounts: Amounts, case: Case, cluster: Cluster) -> Step:
+    """Returns the step of a run like Megatron's, whose collectives of tensor parallelism may run in tiles."""
+    step, tiles = simulate_step(amounts, case, cluster, Fidelity.QUICK), case.sizes.tp
+    if not origin_of(row).tiles or tiles == 1:
+        return step
+    return step_in_tiles(step, tile_profile(profile_of(amounts, case, cluster), tiles), amounts, cluster, tiles)
+
+
 def rival_of(row: Row) -> str | None:
     """Returns the rival of a row; None for a run like Megatron's."""
     framework = row["framework"]
@@ -216,7 +226,7 @@ def case_of(row: Row, cluster: Cluster, rival: str | None) -> Case:
         int(row["batch"]),
         int(row["sequence_length"]),
         int(row["microbatches"]),
-        plan="intra_batch" if origin.tiles and tp > 1 else "sequential",
+        plan="sequential",
         schedule=row.get("schedule") or "auto",
         recompute=row.get("recompute") or "none",
         shard_optimizer=not whole,

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 
 AUTO = "auto"
-RULES = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")  # of planning.rules.registry
+RULES = ("sequential", "round_robin", "dhelix", "greedy", "search")  # of planning.rules.registry
 PLANS = (AUTO, *reversed(RULES))
+INTRA_BATCH = "intra_batch"  # a rule of earlier versions
 CP_METHODS = ("ring", "all_gather")
 CP_RECURRENCES = ("heads", "states")
 OPTIMIZER, PARAMETERS = "optimizer", "parameters"
@@ -100,8 +101,7 @@ class HelixConfig:
             `greedy`: list scheduling of all micro-batches of a step (a window); measures nothing;
             `sequential`: one micro-batch at a time (Megatron's way);
             to compare with, `dhelix`: the paper's paired segments with barriers (section 4.2; measures before the first
-            step), `round_robin`: operators in turn (the paper's Wavelet+), `intra_batch`: one micro-batch at a time,
-            collectives cut into tiles during their GEMM (MegaScale's way);
+            step), `round_robin`: operators in turn (the paper's Wavelet+);
             or the path of a plan saved with `trainer.plan.save(path)` or made with `hf-helix plan`.
         tuning_share: the part of a run's time for measuring and searching under `plan="auto"`, from 0 to 1: after 2, 4,
             8, ... steps, the thoroughness is chosen to fit that part of the remaining steps (in a loop around
@@ -345,6 +345,11 @@ class HelixConfig:
             raise ValueError(
                 f"profile={self.profile!r} is not an existing file; make one with `hf-helix profile --output PATH`, or "
                 "use profile=None: plan='auto' measures by itself"
+            )
+        if self.plan == INTRA_BATCH:
+            raise ValueError(
+                f"plan={INTRA_BATCH!r} has become a benchmark: `python -m benchmarks.paper --figure 11` simulates it, "
+                f"and `python -m benchmarks.plans tp --tiles` runs it; use one of {', '.join(PLANS)}"
             )
         if self.plan not in PLANS and not os.path.isfile(self.plan):
             raise ValueError(

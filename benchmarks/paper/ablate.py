@@ -71,8 +71,7 @@ def ablated(runner: Runner, names: Collection[str]) -> Runner:
     layout = replace(layout, graphs={name: ablate(pair, names) for name, pair in layout.graphs.items()})
     rank_units = replace(runner.rank_units, all_units=model, layout=layout)
     plan = make_plan(runner.plan.rule, rough_profile(layout), model=runner.plan.model, mesh=runner.plan.mesh)
-    streams, autocast_dtype = runner.executor.streams, runner.precision.autocast_dtype
-    return Runner(rank_units, plan, runner.mesh, streams, runner.scheduler, runner.seed, autocast_dtype)
+    return runner.of_units(rank_units, plan)
 
 
 def predicted(rule: str, profile: Profile, microbatches: int) -> float:

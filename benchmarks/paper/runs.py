@@ -10,7 +10,8 @@ What each method is here:
 
     Megatron      `sequential` under 1F1B. It overlaps what Megatron-LM does: steps of the ring beside blocks of
                   attention, and the weight gradient of a column-parallel linear beside a reduce-scatter
-    Intra-batch   `intra_batch` under 1F1B: tiles, whose products are smaller and so less efficient
+    Intra-batch   `sequential` under 1F1B, on graphs in tiles (`benchmarks.paper.tiles`), whose products are smaller and
+                  so less efficient. Memory is that of whole operators
     Wavelet+      `round_robin` under the paper's W schedule
     DHelix        `dhelix` under the W schedule, with a launch interval after every barrier
     search        our own plan, under `schedule="auto"`
@@ -24,6 +25,7 @@ from dataclasses import dataclass, replace
 from benchmarks.paper.models import build_model
 from benchmarks.paper.published import DHELIX, INTRA_BATCH, MEGATRON, TOP_K, WAVELET, Row
 from benchmarks.paper.ring import with_megatron_ring
+from benchmarks.paper.tiles import source_of, step_in_tiles, tile_profile
 from hf_helix.doctor.amounts.records import Amounts, OperatorAmounts, Transfer
 from hf_helix.doctor.case import ELEMENT, Case
 from hf_helix.doctor.estimate import operator_seconds, rings, transfer_seconds
@@ -33,7 +35,6 @@ from hf_helix.doctor.step import Step, profile_of, simulate_plan
 from hf_helix.doctor.window import Fidelity
 from hf_helix.planning.plan.block_plan import BARRIER, BlockPlan
 from hf_helix.planning.plan.plan import Plan
-from hf_helix.planning.rules.intra_batch import IntraBatchPlan, source_of, tile_profile
 from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.timing.cluster import Cluster, load_cluster
 from hf_helix.planning.timing.profile import Pair, Profile
@@ -43,7 +44,7 @@ from hf_helix.planning.window.layout import Layout, Name, named_operators
 SEARCH = "search"
 RULES: Mapping[str, tuple[str, str]] = {
     MEGATRON: ("sequential", "1f1b"),
-    INTRA_BATCH: ("intra_batch", "1f1b"),
+    INTRA_BATCH: ("sequential", "1f1b"),
     WAVELET: ("round_robin", "folded_1f1b"),
     DHELIX: ("dhelix", "folded_1f1b"),
     SEARCH: ("search", "auto"),
@@ -116,6 +117,10 @@ class Runs:
             plan = self._plan(row, method, profile)
             amounts, case, cluster = self.amounts(row, method), case_of(row, method), self.cluster(row)
             step = simulate_plan(amounts, case, cluster, profile, plan, Fidelity.WHOLE)
+            if method == INTRA_BATCH:
+                profile = tiled_profile(amounts, profile, row, cluster)
+                plan = self._plan(row, method, profile)
+                step = step_in_tiles(step, profile, amounts, cluster, row.sizes.tp, reduces=False)
             if method != SEARCH:  # the paper: gradients are synchronized "at the end of an iteration"
                 step = _with_nothing_beside(step, amounts, profile.layout, cluster)
             launches = LAUNCH_SECONDS * barriers_of(plan, profile, row) if method == DHELIX else 0.0
@@ -161,11 +166,7 @@ class Runs:
     def _plan(self, row: Row, method: str, profile: Profile) -> Plan:
         amounts, sizes = self.amounts(row, method), row.sizes
         mesh = {"tp_size": sizes.tp}
-        plan = make_plan(RULES[method][0], profile, model=amounts.model.name, mesh=mesh, search_share=SEARCHING)
-        if isinstance(plan, IntraBatchPlan):
-            times = tile_seconds(amounts, profile, plan.tiles, row, self.cluster(row))
-            return TiledSimulated(plan.rule, plan.model, plan.mesh, plan.graphs, plan.orders, plan.tiles, times)
-        return plan
+        return make_plan(RULES[method][0], profile, model=amounts.model.name, mesh=mesh, search_share=SEARCHING)
 
 
 def speed_of(row: Row, step: Step) -> float:
@@ -249,43 +250,26 @@ def _padded(amounts: Amounts, factor: float) -> Amounts:
 # --- Tiles ---
 
 
-@dataclass(frozen=True)
-class TiledSimulated(IntraBatchPlan):
-    """An intra-batch plan whose tiles take what the cluster says of such small products and messages.
-
-    Attributes:
-        seconds: of the tiles.
-    """
-
-    seconds: Mapping[Name, float]
-
-    def profile_for(self, profile: Profile) -> Profile:
-        """Returns the times of the tiled graphs."""
-        whole = super().profile_for(profile)
-        times = {**whole.times, **self.seconds}
-        pairs = {
-            (a, b): Pair.of(times[a], times[b], whole.slowdown(a, b), whole.slowdown(b, a)) for a, b in whole.pairs
-        }
-        return replace(whole, times=times, pairs=pairs)
-
-
-def tile_seconds(amounts: Amounts, profile: Profile, tiles: int, row: Row, cluster: Cluster) -> dict[Name, float]:
-    """Returns what the tiles of products and collectives take.
+def tiled_profile(amounts: Amounts, profile: Profile, row: Row, cluster: Cluster) -> Profile:
+    """Returns the times of the tiled graphs. Tiles take as long as the cluster needs for such small products and
+    messages.
 
     Args:
         amounts: of whole operators.
         profile: of whole operators.
-        tiles: how many.
         row: whose layout it is.
         cluster: what it runs on.
     """
-    axes, seconds = rings(cluster, row.sizes), {}
-    for name, op in named_operators(tile_profile(profile, tiles).layout):
+    tiles, axes = row.sizes.tp, rings(cluster, row.sizes)
+    whole = tile_profile(profile, tiles)
+    times = dict(whole.times)
+    for name, op in named_operators(whole.layout):
         source, parts = source_of(name, op, profile, tiles)
         if parts > 1:
             part = _part(amounts.operators[source], parts)
-            seconds[name] = operator_seconds(part, op.kind, axes, cluster, "bf16")
-    return seconds
+            times[name] = operator_seconds(part, op.kind, axes, cluster, "bf16")
+    pairs = {(a, b): Pair.of(times[a], times[b], whole.slowdown(a, b), whole.slowdown(b, a)) for a, b in whole.pairs}
+    return replace(whole, times=times, pairs=pairs)
 
 
 def _part(whole: OperatorAmounts, parts: int) -> OperatorAmounts:

@@ -191,7 +191,8 @@ def amounts_of(
         _cut(rank_units, mesh)
         plan = baseline_plan(rank_units.layout, model=type(base).__name__, mesh=config.option_sizes)
         streams = SimulatedStreams(log)
-        runner = Runner(rank_units, plan, mesh, streams, Scheduler(config.schedule, 1), 0, autocast_dtype)
+        types = autocast_dtype, config.fused_kernels
+        runner = Runner(rank_units, plan, mesh, streams, Scheduler(config.schedule, 1), 0, *types)
         ids = torch.zeros(batch, length, dtype=torch.long, device=META)
         scale = LossScale(torch.ones((), device=META))
         window = WindowMaker(base, mesh).microbatch({"input_ids": ids, "labels": ids}, scale, (0, 0))

@@ -219,6 +219,16 @@ class Search:
 
         Programs may need more memory than the schedule predicted. Then the search is repeated with a memory budget
         smaller by this factor, and the fastest fitting case is returned, or the reason for none.
+
+            budget = the memory of a device; allowed = budget
+            repeat:
+                needed = the memory by the programs of the case; seemed = by its schedule
+                if needed <= budget: done
+                allowed = min(0.99 allowed, min(0.99, budget / needed) * seemed)
+                case = the fastest that seems to need at most `allowed`; done if none is left, or the same
+
+        Example, in GB, with a budget of 80: a case seemed to need 78 and needs 84, so 80 / 84 * 78 = 74.3 is allowed.
+        The next case seemed to need 74 and needs 79: it is returned.
         """
         found = quick
         if quick.fidelity is Fidelity.BOUND:

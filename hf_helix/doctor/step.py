@@ -292,7 +292,7 @@ def simulate_plan(
 
 def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, clock: WindowClock) -> Step:
     layout, window, count = profile.layout, clock.time(), case.microbatches
-    if clock.fidelity is Fidelity.QUICK or clock.changes_operators:  # changed operators have no counted memory
+    if clock.fidelity is Fidelity.QUICK:
         peaks = _peaks_of_search(amounts, case, layout, cluster.device.memory)
     else:
         peaks = _peaks_of_programs(amounts, case, cluster, clock, window.drawing)

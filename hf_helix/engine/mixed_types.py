@@ -52,7 +52,9 @@ def type_between_layers(
         small = Subject(base.config, type(base)).build(config)
         carry_patches(base, small)
         _copy_types(base, small)
-        handed_on = _types_of_layers(small.to(device), Precision(device.type, autocast_dtype))
+        handed_on = _types_of_layers(
+            small.to(device), Precision(device.type, autocast_dtype, fused=config.fused_kernels)
+        )
     except (RuntimeError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{about}, and Transformers cannot compute with both ({reason}); {INSTEAD}") from error

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_helix.planning.plan.plan import Plan
-from hf_helix.planning.rules.intra_batch import IntraBatchPlan
 from hf_helix.planning.rules.registry import baseline_plan, make_plan
 from hf_helix.planning.text import shorten_list
 from hf_helix.planning.timing.profile import rough_profile
@@ -58,8 +57,6 @@ def digest(value: Tensor) -> Tensor:
 def in_another_order(runner: Runner) -> Runner:
     """Returns a runner of the same window whose plan issues operators in another order, where there is one."""
     plan, layout = runner.plan, runner.rank_units.layout
-    if isinstance(plan, IntraBatchPlan):  # other plans have other graphs, and so other bits
-        return runner.with_plan(plan)
     other: Plan = baseline_plan(layout, model=plan.model, mesh=plan.mesh)
     if plan.rule == other.rule:
         other = make_plan("greedy", rough_profile(layout), model=plan.model, mesh=plan.mesh)

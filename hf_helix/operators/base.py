@@ -43,13 +43,13 @@ class Precision:
         device: the type of the device, such as "cuda".
         autocast_dtype: the type of matrix products, as under `torch.autocast`; None if values keep their types.
         weights: casts of weights to the type of the products.
-        fused: whether fused kernels run, which round less often; by default as decided for operators declared last.
+        fused: whether fused kernels run, which round less often.
     """
 
     device: str = "cpu"
     autocast_dtype: torch.dtype | None = None
     weights: CastWeights = field(default_factory=CastWeights)
-    fused: bool = field(default_factory=kernels.are_used)
+    fused: bool = True
 
     @contextmanager
     def in_window(self) -> Iterator[None]:

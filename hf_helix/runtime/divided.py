@@ -578,7 +578,20 @@ def _read(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def _write(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_gradients: bool) -> Any:
-    """Runs a function that writes to its first argument, or to `out`."""
+    """Runs a function that writes to its first argument, or to `out`.
+
+        a list of tensors                 error
+        an ordinary tensor is written     gather the divided arguments, and run
+        a leaf with gradients             error, as of torch
+        wait for all ranks, then, for a full parameter:
+            element-wise                  on this rank's elements                    p.mul_(0.9)
+            constants by an index         on this rank's elements                    p[3:5] = 0
+        otherwise, and for a view:        gather, run on the full tensor or its      p.T.copy_(other)
+                                          view, keep this rank's elements
+
+    Returns:
+        The written tensor, or whatever else the function returns; None for an assignment by an index.
+    """
     written = kwargs.get("out", next(_tensors((args, kwargs))))
     if args and isinstance(args[0], (list, tuple)):
         raise RuntimeError(f"{name}() writes to a list of tensors that the ranks hold parts of; use foreach=False")

@@ -240,6 +240,18 @@ class Executor:
     ) -> KeptValues:
         """Issues every instruction of a program.
 
+            for every step of the program:
+                skip it if its micro-batch is at or after one that may not begin
+                barrier:   wait for the collectives of all micro-batches
+                traffic:   gather weights, or reduce the gradients of a bucket; there is no micro-batch state
+                operator:  if it is the first of its micro-batch, make the state
+                           add gradients from outside to the values that it reads
+                           switch the buckets that it adds to over to its micro-batch
+                           communicate or compute
+                           reshard weights and free values without a further reader
+                           if it is the last of its micro-batch, wait for its collectives and end the state
+            wait for tensors that other ranks still receive, and for gathers without a reader here
+
         Args:
             program: the instructions; the list must not change after its first run.
             microbatches: the micro-batches that the instructions number.

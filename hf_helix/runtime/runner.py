@@ -24,7 +24,6 @@ from hf_helix.operators.zero.zero3 import casts_of
 from hf_helix.planning.choice.scheduler import Scheduler
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.program import Program, build_program, validate_program
-from hf_helix.planning.rules.intra_batch import IntraBatchPlan
 from hf_helix.planning.schedule.actions import Schedule, Slot
 from hf_helix.planning.window.layout import Key
 from hf_helix.runtime.distributed.groups import broadcast_object
@@ -33,7 +32,6 @@ from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.executor import Executor, Sources, WindowEnded, no_sources
 from hf_helix.runtime.gradients.buckets import bound_buckets
 from hf_helix.runtime.gradients.reduce import GradientReducer
-from hf_helix.runtime.intra_batch import tile_units
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.rank_units import RankUnits
 from hf_helix.runtime.streams.streams import Streams
@@ -48,9 +46,10 @@ class Runner:
         scheduler: makes the schedule of a window from its number of micro-batches.
         seed: of the run; each operator's randomness derives from the seed and the operator's position.
         autocast_dtype: the type of matrix products under autocast, such as `torch.bfloat16`; None for no autocast.
+        fused: whether fused kernels run, see `Precision`.
 
     Attributes:
-        layout: the units of all ranks, with the graphs of the plan (the graphs of `rank_units`, but for tiled plans).
+        layout: the units of all ranks.
         buckets: the gradients that are reduced together.
     """
 
@@ -63,17 +62,18 @@ class Runner:
         scheduler: Scheduler,
         seed: int,
         autocast_dtype: torch.dtype | None = None,
+        fused: bool = True,
     ) -> None:
         self.rank_units = rank_units
         self.plan = plan
         self.mesh = mesh
         self.scheduler = scheduler
-        issued = tile_units(rank_units, plan.tiles) if isinstance(plan, IntraBatchPlan) else rank_units
-        self.layout = issued.layout
+        self.layout = rank_units.layout
         self.seed = seed
-        self.precision = Precision(mesh.device.type, autocast_dtype, CastWeights(casts_of(rank_units.flat_parameters)))
+        casts = CastWeights(casts_of(rank_units.flat_parameters))
+        self.precision = Precision(mesh.device.type, autocast_dtype, casts, fused)
         # Ranks hold different heads, tokens or batches, so they draw different numbers.
-        self.executor = Executor(issued.units, streams, seed * world_size() + rank(), self.precision, issued.layout)
+        self.executor = Executor(rank_units.units, streams, seed * world_size() + rank(), self.precision, self.layout)
         self._programs: dict[object, Program] = {}
         head = self.rank_units.head
         (output,) = self.layout.graphs[self.layout.units[head]].forward.outputs  # the loss, or the decoder's output
@@ -93,8 +93,18 @@ class Runner:
 
     def with_plan(self, plan: Plan, scheduler: Scheduler | None = None) -> Runner:
         """Returns a runner of the same parameters and streams, with another plan (and other schedules)."""
-        scheduler, streams = scheduler or self.scheduler, self.executor.streams
-        return Runner(self.rank_units, plan, self.mesh, streams, scheduler, self.seed, self.precision.autocast_dtype)
+        return self.of_units(self.rank_units, plan, scheduler)
+
+    def of_units(self, rank_units: RankUnits, plan: Plan, scheduler: Scheduler | None = None) -> Runner:
+        """Returns a runner like this one, with other units of the same parameters.
+
+        Args:
+            rank_units: such as units in tiles.
+            plan: of these units.
+            scheduler: None for the scheduler of this runner.
+        """
+        scheduler, streams, types = scheduler or self.scheduler, self.executor.streams, self.precision
+        return Runner(rank_units, plan, self.mesh, streams, scheduler, self.seed, types.autocast_dtype, types.fused)
 
     @plain_parameters()
     def train_window(
@@ -159,7 +169,7 @@ class Runner:
         self._trained_before = self._trained()
         self.buckets = bound_buckets(self.rank_units.units, self.mesh)
         planned = {number: made.row for number, made in enumerate(self.buckets) if made.row.is_planned}
-        known = [each for each in self.rank_units.layout.traffic_of(self.rank_units.rank) if each.adders]
+        known = [each for each in self.layout.traffic_of(self.rank_units.rank) if each.adders]
         is_same = [each.adders for each in known] == [bucket.adders for bucket in planned.values()]
         self._numbers = {each.unit: number for each, number in zip(known, planned, strict=is_same)} if is_same else {}
 

@@ -227,6 +227,15 @@ class Tuner:
     ) -> Runner:
         """Returns the runner of the next step. Collective, before the step.
 
+            before the first step:       a schedule within the memory; say if there is nothing to interleave
+            the plan is settled:         the runner in use
+            first window of two or more micro-batches:
+                                         the plan of an earlier run, if the cache has one; done if that settles it
+            no such window yet:          the runner in use
+            plan="search" or "dhelix":   measure now
+            plan="auto":                 measure now with tuning_share=1; otherwise after 2, 4, 8, ... steps, at the
+                                         fullest tier that tuning_share of the time left pays for
+
         Args:
             runner: the runner in use.
             make_window: makes the micro-batches of the next step.

@@ -22,12 +22,12 @@ from support.parity import compare_window, unsplit
 from support.pipeline_jobs import make, runner_of, whole_gradients, window_of
 from support.tuning_jobs import hasty
 
+from benchmarks.paper.tiled_units import in_tiles
 from hf_helix import HelixTrainer
 from hf_helix.planning.graph.operator import Graph
 from hf_helix.planning.plan.block_plan import BARRIER, BlockPlan, Order, OrderBlock, entries
 from hf_helix.planning.plan.list_scheduler import Priorities, PriorityPlan
 from hf_helix.planning.plan.plan import Plan, graphs_digest
-from hf_helix.planning.rules.intra_batch import IntraBatchPlan
 from hf_helix.planning.timing.profile import Profile, rough_profile
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.runner import Runner
@@ -148,7 +148,8 @@ def _window(trainer: Any, runner: Runner, batches: dict[str, Any], whole: bool) 
     losses = [loss.item() for loss in runner.train_window(window)]
     counted = [m.read(trainer.helix.mesh.device) for unit in runner.rank_units.all_units.values() for m in unit.meters]
     meters = [figures.nan_to_num(-1.0).tolist() for figures in counted]  # nan: of logits that nobody records
-    evaluated = runner.evaluate(window[:1])[0].item() if isinstance(runner.plan, IntraBatchPlan) else None
+    is_tiled = runner.rank_units is not trainer.helix.runner.rank_units
+    evaluated = runner.evaluate(window[:1])[0].item() if is_tiled else None
     parts = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
     gradients = whole_gradients(trainer) if whole else {}
     trainer.model.zero_grad()
@@ -162,11 +163,13 @@ def _runner_of(trainer: Any, order: str, schedule: str, seed: int) -> Runner:
     if rule != RANDOM and not tiles:
         return runner_of(trainer, rule, schedule)
     runner = runner_of(trainer, "sequential", schedule)
-    profile, made_for = rough_profile(runner.layout), {"model": runner.plan.model, "mesh": runner.plan.mesh}
+    made_for = {"model": runner.plan.model, "mesh": runner.plan.mesh}
     if not tiles:
-        return runner.with_plan(random_plan(seed, profile, **made_for))
+        return runner.with_plan(random_plan(seed, rough_profile(runner.layout), **made_for))
     order_block = random_orders(seed) if rule == RANDOM else ORDER_BLOCK[rule]
-    return runner.with_plan(IntraBatchPlan.of(rule, order_block, profile, **made_for, tiles=int(tiles)))
+    return in_tiles(
+        runner, int(tiles), lambda layout: BlockPlan.of(rule, order_block, rough_profile(layout), **made_for)
+    )
 
 
 def _differing(result: Result, first: Result) -> list[str]:

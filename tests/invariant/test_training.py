@@ -95,7 +95,7 @@ QUICK: list[tuple[str, int, dict[str, Any]]] = [
 ]
 SLOW: list[tuple[str, int, dict[str, Any]]] = [
     *((case, 2, TP) for case in ("clipping", RIGHT, COUNTED, BIASED)),
-    *((case, 2, {**TP, "plan": plan}) for case in ("gpt2", "neox") for plan in ("greedy", "intra_batch")),
+    *((case, 2, {**TP, "plan": "greedy"}) for case in ("gpt2", "neox")),
     ("neox in turn", 2, {**TP, **MEASURED}),
     # Pipelines
     *((THREE, ranks, {**PP, "schedule": "folded_1f1b", **more}) for ranks, more in ((2, {}), (4, TP), (4, {}))),

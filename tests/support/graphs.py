@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 from hypothesis import strategies as st
 
-from hf_helix.config import RECOMPUTE, RULES
+from hf_helix.config import RECOMPUTE
 from hf_helix.planning.graph.backward import GraphPair, transfer_graphs
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
 from hf_helix.planning.plan.block_plan import round_robin, sequential
@@ -175,7 +175,6 @@ def list_scheduled(schedule: Schedule, layout: Layout, priorities: Priorities) -
 
 
 ORDER_BLOCK = {"sequential": sequential, "round_robin": round_robin, "dhelix": dhelix}
-UNTILED = [rule for rule in RULES if rule != "intra_batch"]  # tiles have graphs of their own
 
 
 def operators_of(program: Iterable[Instruction]) -> list[Instruction]:

@@ -74,7 +74,16 @@ def one_rank(
         chosen = make_plan(plan, profile, model="m", mesh=helix.option_sizes, schedule=schedule, search_share=0.02)
         streams = CudaStreams(CPU, cuda)
         yield (
-            Runner(made.rank_units, chosen, mesh, streams, made.scheduler, 0, made.precision.autocast_dtype),
+            Runner(
+                made.rank_units,
+                chosen,
+                mesh,
+                streams,
+                made.scheduler,
+                0,
+                made.precision.autocast_dtype,
+                made.precision.fused,
+            ),
             workload.window(microbatches, batch=2, length=8),
         )
 

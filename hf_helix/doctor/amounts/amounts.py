@@ -116,8 +116,21 @@ def simulated_mesh(
 
 
 def of_slices_alone(amounts: Amounts, rank_units: RankUnits) -> Amounts:
-    """Returns the amounts of slices of the vocabulary, counted on one rank with the same weights, as of ranks with
-    weights of their own. `rank_units` has the counted units, still cut."""
+    """Returns the amounts of slices of the vocabulary as of ranks with weights of their own.
+
+    They were counted on one rank, whose slices share their weights. `.first` and `.next` name the slices before the
+    last. A rank has a slice of the embedding and a slice of the head: the embedding's first is with the head's last.
+    Whatever the slices share is counted once for each rank. Example: slices of 100 trained elements.
+
+                         counted on one rank                   returned
+        embedding        .first 100, .next 0, last 0           .first 100, .next 100, last 100
+        head             .first 100, .next 0, last 0           .first 100, .next 100, last 100
+        gradient         one, all embeddings add to it         three, one embedding adds to each
+        tied gradient    one, embeddings and heads add to it   three, an embedding and a head add to each
+
+    Args:
+        rank_units: has the counted units, still cut.
+    """
     embedding, head = amounts.model.units[0], amounts.model.units[-1]
     ends = [[f"{name}{suffix}" for suffix in (FIRST, NEXT, "")] for name in (embedding, head)]
     rank_of = {name: place for names in (ends[0], ends[1][::-1]) for place, name in enumerate(names)}

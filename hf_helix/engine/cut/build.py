@@ -28,7 +28,6 @@ from hf_helix.models.graph.context import LossTweaks, ParallelContext
 from hf_helix.models.registry import family_of
 from hf_helix.models.stock.peft import base_of
 from hf_helix.operators.communication.collectives import MakeBuffers
-from hf_helix.operators.fused import kernels
 from hf_helix.operators.parameters.param_shard import COPIED
 from hf_helix.operators.units.unit import Unit
 from hf_helix.operators.vocabulary.pipeline import slice_buffers, spread_units
@@ -172,7 +171,6 @@ class _Cut:
     def operators(self) -> list[Unit]:
         """The units as operators, cut over tensor, context and expert parallelism."""
         config, mesh = self.config, self.mesh
-        kernels.use(config.fused_kernels)
         context = ParallelContext(
             mesh.tp,
             mesh.cp,
@@ -340,7 +338,8 @@ def start_runner(
             plan, scheduler = choose_plan(rank_units.layout)
         _fill_parameters(model, rank_units, mesh, options)
     streams = make_streams(mesh.device)
-    return Runner(rank_units, plan, mesh, streams, scheduler, options.seed, options.autocast_dtype)
+    fused = config.fused_kernels
+    return Runner(rank_units, plan, mesh, streams, scheduler, options.seed, options.autocast_dtype, fused)
 
 
 def _fill_parameters(model: Any, rank_units: RankUnits, mesh: Mesh, options: RunOptions) -> None:

@@ -351,10 +351,10 @@ class _Copy:
             for parameter in runner.rank_units.placements:
                 parameter.mul_(USUAL_GAIN if parameter.dim() > 1 else 1)
         about = runner.rank_units, runner.plan, self.mesh, runner.executor.streams, runner.scheduler, runner.seed
-        in_bf16 = self._outcome(ROWS, Runner(*about, torch.bfloat16))
+        in_bf16 = self._outcome(ROWS, Runner(*about, torch.bfloat16, self.config.fused_kernels))
         head = self.model.get_output_embeddings()
         use_float8(runner.rank_units.all_units.values(), self.float8, None if head is None else head.weight)
-        in_float8 = self._outcome(ROWS, Runner(*about, torch.bfloat16))
+        in_float8 = self._outcome(ROWS, Runner(*about, torch.bfloat16, self.config.fused_kernels))
         errors = all_gather_object(float8_error(in_float8, in_bf16) if self.compares else None)
         loss, gradients = max(error for error in errors if error is not None)
         return (

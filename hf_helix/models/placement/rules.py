@@ -171,7 +171,16 @@ def _view(p: Placements, node: Node) -> ValuePlacement:
 def _viewed(p: Placements, before: Sequence[int], after: Sequence[int], dim: int) -> int | None:
     """Returns the dimension of a view that is cut as dimension `dim` before the view; None without such a dimension.
 
-    Rows and their heads may lie in one dimension, which then is cut within every row.
+    It is the dimension that begins at the same element: as many elements lie before it in the shape. The ranks must
+    divide it, and one of the two lengths must divide the other. Examples, with tp_size=4:
+
+        before              dim   after               result
+        [2, 8, 64]          2     [2, 8, 4, 16]       2      features become heads: the heads are cut
+        [2, 8, 4, 16]       2     [2, 8, 64]          2      heads become features
+        [2, 8, 64]          2     [2, 8, 2, 32]       None   a rank would have half a head
+        [2, 8, 64]          2     [1024]              None   the features begin inside of the new dimension
+        [batch, seq, 64]    1     [batch * seq, 64]   0      tokens: their dimension is cut within every row
+        [batch * seq, 64]   0     [batch, seq, 64]    1      and back
     """
     if dim == 1 and before[0] == BATCH and after[0] == BATCH * before[1]:
         return 0

@@ -40,27 +40,16 @@ def is_on(value: Tensor) -> bool:
 _is_used = True
 
 
-def use(fused: bool) -> None:
-    """Decides whether operators run the kernels, or torch's own operators; for windows of engines that are made later,
-    see `using`."""
-    global _is_used
-    _is_used = fused
-
-
-def are_used() -> bool:
-    """Returns the latest decision of `use`."""
-    return _is_used
-
-
 @contextmanager
 def using(fused: bool) -> Iterator[None]:
-    """Returns a context with a decision of its own."""
-    before = _is_used
-    use(fused)
+    """Returns the context in which operators run the kernels, or torch's own operators. Like autocast, it reaches code
+    that torch calls, such as the functions of autograd."""
+    global _is_used
+    before, _is_used = _is_used, fused
     try:
         yield
     finally:
-        use(before)
+        _is_used = before
 
 
 @functools.cache

@@ -47,7 +47,9 @@ from hf_helix.planning.schedule.validate import validate
 # -- periodic schedules ----------------------------------------------------------------------------------------------
 
 STRETCHES, GAPS = (1.02, 1.05, 1.1, 1.2), (0.1, 0.2, 0.3, 0.5)
-"""The periods to try, in parts of the shortest possible one, each with the smallest gaps, in parts of the period."""
+"""The periods to try, in parts of the shortest possible one, each with the smallest gaps, in parts of the period. In 12
+windows on 2 to 8 ranks, only the period 1.05, or only the gap 0.3, was as good as all within 0.1 %. Every other single
+value made windows up to 5 to 37 % longer, or some action found no place: so it was with gaps of any size."""
 
 SURE = 24.0
 """A period in which every action finds a place, since it is longer than any number of gaps that are too small."""
@@ -191,7 +193,11 @@ def _listed(clock: SlotClock, policies: Iterable[Policy]) -> Schedule:
 
 
 def _policies(num_ranks: int, num_microbatches: int, costs: Costs, max_live: int) -> Iterator[Policy]:
-    """Yields the policies of a search."""
+    """Yields the policies of a search.
+
+    Annealing from the named schedules finds as fast a schedule in windows of two micro-batches or more for each rank.
+    In shorter windows policies are needed: on 8 ranks, 5 micro-batches took up to 13 % longer without, and 9 up to 3 %.
+    """
     pairs = (True, False) if costs.gain > 1 else (False,)
     most = 2 * num_microbatches  # backwards that a rank has
     aparts = dict.fromkeys(min(apart, most) for apart in (num_ranks, 2 * num_ranks, most))
@@ -202,7 +208,8 @@ def _policies(num_ranks: int, num_microbatches: int, costs: Costs, max_live: int
 
 
 def _usual_policies(num_ranks: int, num_microbatches: int, costs: Costs, max_live: int) -> Iterator[Policy]:
-    """Yields two policies; for equal stages and short windows the better of the two is as good as the best."""
+    """Yields two policies; for equal stages and short windows the better of the two is as good as the best. Then the
+    named schedules are far off: 9 micro-batches on 8 ranks take 23 % less under a list schedule."""
     for early in (True, False):
         yield Policy(max_live, costs.gain > 1, early, 2 * num_microbatches, backward=int(early), delay=0.5)
 
@@ -338,7 +345,11 @@ class _State:
 
 TRIALS = 10_000
 EFFORT = 3_000_000  # slots that are run in all; about a second
-HEAT = 0.2  # in times of an average F: how much slower the walk may become at first
+
+HEAT = 0.2
+"""In times of an average F: how much slower the walk may become at first. In 24 cases with 2 to 8 ranks 0 and 0.05 are
+as good on average, 1 % better in one case and worse in another; with 1, schedules are half a percent slower."""
+
 MEAN = 0.01  # weight of the ranks' mean end against the last end, so that small steps add up
 ON_PATH = 0.8  # the part of the changes on the critical path
 STEPS = (-4, -3, -2, -1, 1, 2, 3, 4)

@@ -11,7 +11,7 @@ Two rules need no times: `sequential`, the baseline of all plans, and `round_rob
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -65,26 +65,21 @@ class BlockPlan(Plan):
     orders: Mapping[Block, Order]
 
     @classmethod
-    def of(
-        cls, rule: str, order_block: OrderBlock, profile: Profile, *, model: str, mesh: Mapping[str, int], **fields: Any
-    ) -> Self:
+    def of(cls, rule: str, order_block: OrderBlock, profile: Profile, *, model: str, mesh: Mapping[str, int]) -> Self:
         """Returns the plan of a rule that orders blocks independently.
 
         Args:
             rule: its name.
             order_block: applied to every possible block of the units that the plan orders; each order is checked.
-            profile: the model's own graphs and the times of their operators.
+            profile: the graphs and the times of their operators.
             model, mesh: the model's class and the sizes of the mesh, for plan files.
-            fields: further fields of this kind of plan.
         """
-        plan = cls(rule, model, dict(mesh), graphs_digest(profile.layout.graphs), {}, **fields)
-        profile = plan.profile_for(profile)
         pairs, orders = profile.layout.graphs, {}
         for block in all_blocks(pairs):
             forward, backward = block.graphs(pairs)
             orders[block] = order_block(forward, backward, profile)
             validate_order(orders[block], forward, backward, block=block)
-        return replace(plan, orders=orders)
+        return cls(rule, model, dict(mesh), graphs_digest(pairs), orders)
 
     def order(self, forward: str | None, backward: str | None) -> Order:
         """Returns the order of the block of these two units."""

@@ -114,7 +114,25 @@ class ListScheduler:
         sync_points: SyncPoints = (),
         deferred: int | None = None,
     ) -> list[int]:
-        """The order of issue, as places; the order among the instructions of one rank counts."""
+        """The order of issue, as places; only the order among the instructions of one rank counts.
+
+            begins = a heap of (begin of the chosen instruction, rank)
+            for every instruction of the window:
+                for every rank that has changed: choose its next instruction, push its begin
+                rank = the top of the heap; entries with an outdated begin are dropped
+                issue its instruction; if every rank is at a memory limit, an older one, see the module
+                its end:  a computation begins when its rank and its inputs are free, and occupies the rank
+                          communication begins when its queue and its inputs are free, and occupies the queue
+                count the activations that it allocates and frees
+                for every reader: it arrives at the latest end of its predecessors; after the last of them it is ready
+                the rank and the ranks of new ready instructions have changed
+
+        Args:
+            priority: seconds, see `Priority`.
+            ends: filled with the end of the instruction at each place, if given.
+            sync_points: see `SyncPoints`.
+            deferred: see `Priorities.num_units_with_deferred_wgrad`.
+        """
         weight, ranks = self._weights(priority, deferred), self._ranks(sync_points)
         waits = [len(needs) for needs in self.needs]
         arrives = [0.0] * len(self.arrays)

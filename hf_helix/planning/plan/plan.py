@@ -14,7 +14,6 @@ from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import digest
 from hf_helix.planning.schedule.actions import Schedule, SyncPoints
 from hf_helix.planning.text import format_json
-from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.passes import OrderedWindow
 
@@ -54,7 +53,7 @@ class Plan(ABC):
         """Returns a window in the order of issue.
 
         Args:
-            layout: the units of all ranks, with the graphs ordered by the plan, see `profile_for`.
+            layout: the units of all ranks.
             slots_ahead: the number of slots from a receive to its reader, unless the plan orders receives.
             rank: the only rank to order; None for all.
             sync_points: see `SyncPoints`; a plan that orders slot by slot needs none.
@@ -72,10 +71,6 @@ class Plan(ABC):
         Raises:
             AttributeError, KeyError, TypeError, ValueError: the data is damaged.
         """
-
-    def profile_for(self, profile: Profile) -> Profile:
-        """Returns the profile of the graphs ordered by the plan, derived from the profile of the model's own graphs."""
-        return profile
 
     def to_json(self) -> str:
         """Returns the text form of plan files: JSON, an operator a line."""

@@ -100,10 +100,23 @@ class Precedence:
                     needs[place] += before
 
     def _follow(self, strand: Strand, layout: Layout) -> None:
-        """Adds the edges from unit to unit of a strand.
+        """Adds the edges from unit to unit of a strand, and notes the activations that its forward actions allocate.
 
-        The embedding of the next micro-batch may run concurrently with the head, but a strand never has two layers
-        under way.
+            for every action of the strand:
+                before = the action before; if both may run concurrently, the one before that
+                for every unit of the action, in the order of the strand from `before` on:
+                    it is entered after the strand has left the unit two places earlier,
+                    and after the unit one place earlier if both are layers
+
+        So the embedding of the next micro-batch may run concurrently with the head, but a strand never has two layers
+        under way. Example: F0, then F1, through an embedding, two layers and a head.
+
+            the strand enters   after it has left
+            F0 layer 2          F0 embedding, F0 layer 1
+            F0 head             F0 layer 1
+            F1 embedding        F0 layer 2                    may run while F0 is in the head
+            F1 layer 1          F0 head
+            F1 layer 2          F1 embedding, F1 layer 1
         """
         paths: list[list[UnitPass]] = []
         number = -1

@@ -50,10 +50,9 @@ def predict(plan: Plan, profile: Profile, schedule: Schedule, timeline: bool = F
     """Returns the predicted times of a window; of a long window only some repetitions are simulated.
 
     Args:
-        profile: the times of the operators of the model's own graphs.
+        profile: the times of the operators.
         timeline: whether to simulate the whole window and to keep its timeline and instructions.
     """
-    profile = plan.profile_for(profile)
     if timeline:
         ordered = plan.issue(schedule, profile.layout)
         arrays, order = ordered.arrays(profile.times)

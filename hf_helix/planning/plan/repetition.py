@@ -13,7 +13,8 @@ they are read, memory does not grow, and no rank waits for ever.
 Orders without times, and orders by times of one or two ranks, become periodic within a few micro-batches: `AGREEING`
 stretches in a row are equal and, by the clock of the plan, end equally later on all ranks. Then the repeated order is
 that of the whole window. On more ranks the order takes many micro-batches to become periodic. Sync points then make a
-stretch: at both of its ends every rank issues everything that precedes them in the schedule.
+stretch: at both of its ends every rank issues everything that precedes them in the schedule. They would do on one or
+two ranks as well, but planning 64 micro-batches then takes two to five times as long.
 """
 
 from __future__ import annotations
@@ -29,13 +30,31 @@ from hf_helix.planning.window.layout import Layout
 from hf_helix.planning.window.passes import OrderedWindow
 from hf_helix.planning.window.window import Window
 
-AGREEING = 3  # stretches in a row that must be equal
-LEAST_SAVED = 8  # micro-batches; a window is not shortened by fewer
-KEPT = (4, 8)  # periods of the schedule in the short window
-MULTIPLES = (1, 2)  # periods of the schedule in a stretch that is found
-MADE = 8  # periods of the schedule in a stretch between sync points
-SETTLING = (8, 16, 32)  # periods before the first sync point; ranks far apart need the longer ones
-AFTER = 2  # periods after the last sync point
+# The figures are of windows of 40 micro-batches or more under `greedy`, with random times.
+
+AGREEING = 3
+"""Stretches in a row that must be equal. After 1, 2 of 60 windows went on in another order, and were 1.4 % off."""
+
+LEAST_SAVED = 8
+"""Micro-batches; a window is not shortened by fewer. On two ranks the attempt mostly fails with 10 to 14 micro-batches,
+and costs a quarter of the time of planning."""
+
+KEPT = (4, 8)
+"""Periods of the schedule in the short window. With 4, an order is periodic in 17 of 20 windows on one rank, in 6 of 40
+on two ranks; with 8, in all."""
+
+MULTIPLES = (1, 2)
+"""Periods of the schedule in a stretch that is found. One order of 20 alternates between two periods."""
+
+MADE = 8
+"""Periods of the schedule in a stretch between sync points, where ranks wait a little for each other. On 4 and 8 ranks,
+windows are at most 1.5 % too long with 1, 0.7 % with 2, 0.4 % with 4, 0.2 % with 8; ordering takes longer with more."""
+
+SETTLING = (8, 16, 32)
+"""Periods before the first sync point; a schedule without sync points that early gets the next. Named schedules have
+them on up to 32 ranks, and windows are equally long with 2 to 16."""
+
+AFTER = 2  # periods after the last sync point, so that cool-down is not in the stretch; 0 to 8 give equal windows
 NEAR = 1e-9  # times that differ by a smaller part of a stretch are equal
 REMEMBERED = 4  # windows, so that comparing a few plans orders each once
 
@@ -107,6 +126,22 @@ _remembered: deque[tuple[Plan, Schedule, Layout, RepeatedWindow]] = deque(maxlen
 
 
 def _order_window(plan: Plan, schedule: Schedule, layout: Layout, slots_ahead: int, rank: int | None) -> RepeatedWindow:
+    """Orders a short window, and finds its stretch; the whole window without a stretch, or if little would be saved.
+
+        one or two ranks, or a plan without times:
+            order a window of a few periods; do its last stretches of a period, or of two, agree?
+            if not, try the same with more periods
+        more ranks by times, or no stretch found:
+            order a window with two sync points after some periods; the stretch is between them
+            if the schedule has no such points, try later ones
+
+    Example: one rank, 40 micro-batches. A period is an F beside a B.
+
+        schedule   F0 | F1B0 F2B1 ... F39B38 | B39             39 periods
+        short      F0 | F1B0 F2B1 F3B2 F4B3 F5B4 | B5          5 periods are kept
+        order      a b [c] d e f                               c, d and e agree: they begin with F2, F3 and F4
+        whole      a b [c] 35 times, d e f                     c stands for the 34 other periods as well
+    """
     periodic = Periodic(schedule)
     for least in KEPT if layout.num_ranks <= 2 or not plan.BY_TIMES else ():
         kept = least + (periodic.periods - least) % MULTIPLES[-1]

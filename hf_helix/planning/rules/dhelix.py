@@ -32,10 +32,14 @@ from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.window import COMPUTE, NONE, STREAMS, WindowArrays
 
-SEGMENT = 3
-MOVED = 2
-PENDING = 4
-MAX_STATES = 2500
+# The space of a block, see above: the paper's segments, and more weight gradients than change anything. The figures are
+# of two Llama layers with random times.
+
+SEGMENT = 3  # with 2 the window is up to 2.9 % longer; with 4 as long
+MOVED = 2  # with 0 up to 1.8 % longer; 1 to 3 are equal
+PENDING = 4  # with 0 up to 1.8 % longer; 1 to 6 are equal
+
+MAX_STATES = 2500  # bounds the time of a search in long blocks, such as recurrent layers
 
 LOCAL = STREAMS.index(Kind.INTRA_NODE)
 NEAR = 1e-9  # two times that differ by a smaller part are equal

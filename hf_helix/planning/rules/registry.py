@@ -17,7 +17,6 @@ from hf_helix.planning.plan.list_scheduler import PriorityPlan
 from hf_helix.planning.plan.plan import FORMAT, Plan, graphs_digest
 from hf_helix.planning.plan.search import Progress, defer_weight_gradients, greedy, search, usual_schedule
 from hf_helix.planning.rules.dhelix import dhelix
-from hf_helix.planning.rules.intra_batch import IntraBatchPlan
 from hf_helix.planning.schedule.actions import Schedule
 from hf_helix.planning.timing.profile import Profile, rough_profile
 from hf_helix.planning.window.layout import Layout
@@ -28,12 +27,12 @@ OF_BLOCKS: Mapping[str, OrderBlock] = {"sequential": sequential, "round_robin": 
 NEED_PROFILE = ("dhelix", "search")
 """The rules that need measured times; other rules also make plans before a measurement."""
 
-ONE_STRAND = ("sequential", "intra_batch")
+ONE_STRAND = "sequential"
 
 
 def runs_one_strand(name: str) -> bool:
-    """Returns whether a name is a rule that runs one micro-batch at a time, so that a window may have only one."""
-    return name in ONE_STRAND
+    """Returns whether a rule runs one micro-batch at a time, so that a window may have only one."""
+    return name == ONE_STRAND
 
 
 def make_plan(
@@ -59,8 +58,6 @@ def make_plan(
     """
     if rule in OF_BLOCKS:
         return BlockPlan.of(rule, OF_BLOCKS[rule], profile, model=model, mesh=mesh)
-    if rule == "intra_batch":  # a tile for each rank of a collective
-        return IntraBatchPlan.of(rule, sequential, profile, model=model, mesh=mesh, tiles=mesh["tp_size"])
     if rule == "greedy":
         found = defer_weight_gradients(greedy(profile), profile, schedule or usual_schedule(profile.layout))
     elif rule == "search":
@@ -81,7 +78,7 @@ def baseline_plan(layout: Layout, *, model: str, mesh: Mapping[str, int]) -> Pla
 
 # -- plan files ------------------------------------------------------------------------------------------------------
 
-KINDS: tuple[type[Plan], ...] = (BlockPlan, PriorityPlan, IntraBatchPlan)
+KINDS: tuple[type[Plan], ...] = (BlockPlan, PriorityPlan)
 
 
 def load_plan(path: str | Path, pairs: Mapping[str, GraphPair], *, model: str, mesh: Mapping[str, int]) -> Plan:

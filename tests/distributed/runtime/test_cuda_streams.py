@@ -61,7 +61,6 @@ VARIANTS: dict[str, Case] = {
     "offload": {"recompute": "offload"},
 }
 QUICK: dict[str, Case] = {
-    "tp in tiles": {"tp_size": 2, "plan": "intra_batch"},
     "tp cp dhelix, recomputed": {**LAYOUTS["tp cp"], "plan": "dhelix", "recompute": "selective"},
     "sharded parameters of experts in bf16": {
         **LAYOUTS["sharded parameters of experts"],

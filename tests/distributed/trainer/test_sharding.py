@@ -392,7 +392,6 @@ TRAININGS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "llama, other weights in evaluation": (2, {}, {"training": SCHEDULE_FREE}),
     "llama tied, decayed": (2, {}, {"model": TIED, "training": {**CLIPPED, "weight_decay": 0.1}}),
     "llama tp2, with a plan that is measured": TP2,
-    "llama tp2, in tiles": (4, {"tp_size": 2, "plan": "intra_batch"}, {"training": CLIPPED}),
     "llama dp4 in two copies": (4, {"dp_replicate_size": 2}, {"training": CLIPPED}),
     "llama pp2": (4, {"pp_size": 2}, {"model": FOUR, "training": CLIPPED}),
     "mixtral": (2, {}, {"model": MIXTRAL, "training": CLIPPED}),
@@ -401,7 +400,6 @@ MANY = {"model": {**FOUR, **TIED}, "training": {**CLIPPED, "gradient_accumulatio
 OF_ONE: list[tuple[str, str, tuple[int, dict[str, Any], dict[str, Any]]]] = [
     ("shard_optimizer", "mixtral ep2", (2, {"ep_size": 2}, {"model": MIXTRAL, "training": CLIPPED})),
     ("shard_parameters", "often, pp2", (4, {"pp_size": 2, "schedule": "dualpipe_v", **MICROBATCH}, MANY)),
-    ("shard_parameters", "often, in tiles", (4, {"tp_size": 2, "plan": "intra_batch", **MICROBATCH}, {})),
     ("shard_parameters", "often, on the host", (2, {"offload": "optimizer", **MICROBATCH}, {"model": TIED})),
     ("shard_parameters", "smoothed labels", (2, {}, {"training": {**CLIPPED, "label_smoothing_factor": 0.2}})),
 ]

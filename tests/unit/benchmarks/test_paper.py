@@ -24,8 +24,8 @@ from benchmarks.paper.published import (
 )
 from benchmarks.paper.runs import SEARCH, Runs
 from benchmarks.paper.throughput import errors, summary
+from benchmarks.paper.tiles import tile_profile
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.rules.intra_batch import tile_profile
 
 PAGE = ROOT / "benchmarks" / "paper" / "README.md"
 
@@ -50,7 +50,7 @@ def test_methods_are_ordered_as_in_the_paper(runs: Runs):
 def test_tiles_cost_more_than_their_part_of_the_whole(runs: Runs):
     row = FIGURE_11[0]
     run = runs.run(row, INTRA_BATCH)
-    plain, tiled = tile_profile(run.profile, row.sizes.tp).times, run.plan.profile_for(run.profile).times
+    plain, tiled = tile_profile(runs.profile(row, INTRA_BATCH), row.sizes.tp).times, run.profile.times
     slower = [name for name in plain if tiled[name] > plain[name] * 1.01]
     assert ("layer", "F.mlp.up.0") in slower
     assert not [name for name in plain if tiled[name] < plain[name] * 0.99]

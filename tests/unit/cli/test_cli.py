@@ -145,7 +145,7 @@ def test_a_plan_as_text(file: Path, tmp_path: Path, capsys: Any) -> None:
 
 def test_pages(file: Path, tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("bokeh")
-    plan_file("intra_batch", tmp_path / "plan.json")
+    plan_file("round_robin", tmp_path / "plan.json")
     page, plan = tmp_path / "page.html", ("show", tmp_path / "plan.json", "--profile", file)
     for words, heading in (
         ((*plan, "--microbatches", 1), "The window"),

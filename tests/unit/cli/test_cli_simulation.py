@@ -277,7 +277,7 @@ def test_simulate_shows_all_plans(small: Path, capsys: Any, monkeypatch: Any):
     said = capsys.readouterr().out
     assert said.startswith("tp 2 on two CPUs: 2 x 1, 128 tokens a sequence\n")
     rows = {line.split()[0]: line for line in said.splitlines() if line.endswith("x")}
-    assert rows.keys() == {"sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search"}
+    assert rows.keys() == {"sequential", "round_robin", "dhelix", "greedy", "search"}
     assert rows["sequential"].endswith("1.00x")
     assert float(rows["greedy"].split()[-1].removesuffix("x")) > 1.0
 

@@ -154,11 +154,8 @@ def test_norms_are_known_by_their_code() -> None:
 @pytest.mark.usefixtures("interpreted")
 def test_two_engines_in_a_process_each_have_their_own_kernels() -> None:
     """As with one engine of `fused_kernels=True`, and a later one of `fused_kernels=False`."""
-    value, precisions = torch.ones(2, 4), []
+    value = torch.ones(2, 4)
     for fused in (True, False, True):
-        kernels.use(fused)
-        precisions.append(Precision())
-    for precision, fused in zip(precisions, (True, False, True), strict=True):
-        with precision.in_window():
+        with Precision(fused=fused).in_window():
             assert kernels.is_on(value) == fused
     assert kernels.is_on(value)

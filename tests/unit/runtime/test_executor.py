@@ -78,3 +78,15 @@ def test_repeated_stretches_give_the_same_bits(rule: str) -> None:
     assert len(set(losses.tolist())) == COUNT
     assert torch.equal(losses, expected)
     assert all(map(torch.equal, gradients, wanted))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_every_runner_of_a_run_has_its_choice_of_fused_kernels(fused: bool) -> None:
+    """Whatever a later model in the process chooses."""
+    of_run, later = (
+        Workload(tiny("llama", num_hidden_layers=1).config, HelixConfig(fused_kernels=each), torch.device("cpu"))
+        for each in (fused, not fused)
+    )
+    assert [of_run.runner.precision.fused, later.runner.precision.fused] == [fused, not fused]
+    assert of_run.runner.with_plan(later.runner.plan).precision.fused == fused
+    assert of_run.runner.executor._precision is of_run.runner.precision

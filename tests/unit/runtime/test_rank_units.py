@@ -17,7 +17,6 @@ from hf_helix.planning.graph.backward import RECEIVE, SEND
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.schedule.placement import FOLD, LINEAR, SPREAD
 from hf_helix.runtime.distributed.pipe import Pipe
-from hf_helix.runtime.intra_batch import tile_units
 from hf_helix.runtime.rank_units import RankUnits, cut_layers, place_units
 
 
@@ -141,16 +140,6 @@ def test_a_tied_weight_stays_on_one_rank_or_is_refused() -> None:
             ValueError, match=r"embedding shares a weight .*tied.*schedule='auto'.*tie_word_embeddings=False"
         ):
             placed(rank, 2, LINEAR, tied)
-
-
-def test_tiles_leave_the_ways_between_ranks() -> None:
-    rank_units, _ = placed(1, 2, axis=Axis(SilentTransport(2, 0)))
-    tiled = tile_units(rank_units, 2)
-    assert tiled.ends == rank_units.ends
-    assert list(tiled.units) == list(rank_units.units)
-    assert tiled.layout.describe() == rank_units.layout.describe()
-    assert tiled.layout.graphs[SEND] == rank_units.layout.graphs[SEND]
-    assert tiled.layout.graphs["layer"] != rank_units.layout.graphs["layer"]
 
 
 def test_features_that_a_first_stage_leaves_over_are_refused() -> None:

@@ -51,7 +51,7 @@ PROFILE = profile_of(layout_of(UNITS, 3))
 
 def test_every_rule_can_be_asked_for_by_name():
     assert {*RULES, AUTO} == set(PLANS)
-    assert {*OF_BLOCKS, *NEED_PROFILE, *ONE_STRAND} < {*RULES}
+    assert {*OF_BLOCKS, *NEED_PROFILE, ONE_STRAND} < {*RULES}
     with pytest.raises(KeyError, match="nope"):
         make_plan("nope", PROFILE, model=MODEL, mesh=MESH)
 
@@ -68,11 +68,11 @@ def test_sequential_runs_one_strand_after_the_other_and_round_robin_both_in_turn
     assert letters("round_robin", LAYER.forward, LAYER.backward) == "FB" * 6 + "BB"
 
 
-@pytest.mark.parametrize("rule", ["round_robin", "greedy", "intra_batch"])
+@pytest.mark.parametrize("rule", ["round_robin", "greedy"])
 def test_a_plan_says_how_it_was_made_and_what_for(rule: str):
     plan = make_plan(rule, PROFILE, model=MODEL, mesh=MESH)
     assert (plan.rule, plan.model, plan.mesh) == (rule, MODEL, MESH)
-    assert plan.graphs == graphs_digest(UNITS), "of the model's own graphs, whatever the plan makes of them"
+    assert plan.graphs == graphs_digest(UNITS)
     assert isinstance(plan, PriorityPlan if rule == "greedy" else BlockPlan)
     assert isinstance(plan, PriorityPlan) or set(plan.orders) == set(all_blocks(UNITS))
 
@@ -197,11 +197,11 @@ def priorities() -> Priorities:
     return Priorities(random_times(layout, 1), priority, extra_live_layers=2)
 
 
-@pytest.fixture(params=["blocks", "priorities", "tiles"])
+@pytest.fixture(params=["blocks", "priorities"])
 def plan(request: pytest.FixtureRequest) -> Plan:
     if request.param == "priorities":
         return PriorityPlan("by hand", MODEL, MESH, graphs_digest(UNITS), priorities())
-    return make_plan("round_robin" if request.param == "blocks" else "intra_batch", PROFILE, model=MODEL, mesh=MESH)
+    return make_plan("round_robin", PROFILE, model=MODEL, mesh=MESH)
 
 
 @pytest.fixture
@@ -273,7 +273,7 @@ def figures(data: dict) -> dict:
     return data["priorities"]["operators"]["layer"]
 
 
-NEEDS = "is damaged: it needs `rule`, and one of `blocks`, `priorities`, `tiled_blocks`"
+NEEDS = "is damaged: it needs `rule`, and one of `blocks`, `priorities`"
 WHOLE = "must be a whole number of at least"
 DAMAGES: list[tuple[str, Callable[[dict], object], str]] = [
     ("blocks", lambda data: data.update(format="hf_helix.plan/0"), "has format 'hf_helix.plan/0', this version reads"),
@@ -304,9 +304,6 @@ DAMAGES: list[tuple[str, Callable[[dict], object], str]] = [
     ("priorities", lambda data: figures(data)["F.up"].update(ms=0), "impossible figures of layer F.up: .*'ms': 0"),
     ("priorities", lambda data: figures(data)["F.up"].update(priority_ms=math.nan), "impossible figures of .*': nan"),
     ("priorities", lambda data: figures(data)["F.up"].update(ms="long"), "is damaged: .*'long'"),
-    ("tiles", lambda data: data["tiled_blocks"].update(tiles=0), f"is damaged: tiles {WHOLE} 1, got 0"),
-    ("tiles", lambda data: data["tiled_blocks"].pop("tiles"), "is damaged: it lacks 'tiles'"),
-    ("tiles", lambda data: data["tiled_blocks"].update(tiles=3), "comes before the operator that writes up.2"),
 ]
 
 

@@ -7,7 +7,6 @@ import pytest
 from support.arrays import window_instructions
 from support.graphs import (
     SMALL,
-    UNTILED,
     compute,
     layout_of,
     loss_gradient,
@@ -17,6 +16,7 @@ from support.graphs import (
 )
 from support.programs import build_programs
 
+from hf_helix.config import RULES
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.plan import search
 from hf_helix.planning.plan.plan import Plan
@@ -40,7 +40,7 @@ def window(rule: str, num_layers: int, num_microbatches: int) -> tuple[Instructi
     return tuple(build_programs(schedule, layout, plan_of(rule), [(num_layers + 1, "loss")])[0])
 
 
-@pytest.mark.parametrize("rule", UNTILED)
+@pytest.mark.parametrize("rule", RULES)
 def test_a_value_is_freed_by_the_last_that_touches_it(rule: str):
     """And each micro-batch ends once and last."""
     program = window(rule, 3, 3)

@@ -10,7 +10,6 @@ from hf_helix.config import RECOMPUTE
 from hf_helix.planning.graph.backward import GraphPair, derive_backward
 from hf_helix.planning.graph.operator import Graph, Kind, Part
 from hf_helix.planning.plan.list_scheduler import Priorities
-from hf_helix.planning.rules.intra_batch import tile_pair
 from hf_helix.planning.timing.recompute import FULL, SELECTIVE, recomputed
 
 
@@ -94,15 +93,6 @@ def test_a_ring_begins_where_its_keys_come_again() -> None:
     assert full["block1"].reads == ("d.block1", "r.q", "r.ring1", "r.out", "r.lse")
     order = [name for name in names(full) if name.endswith(".again")]
     assert order == [f"{name}.again" for name in ("rotate", "ring1", "block0", "block1", "join")]
-
-
-@pytest.mark.parametrize("mode", [SELECTIVE, FULL])
-def test_tiles_keep_no_more(mode: str) -> None:
-    whole = recomputed(llama_layer(), mode)
-    tiled = tile_pair(GraphPair.of(whole), 2).backward
-    assert tiled.saved_values == derive_backward(whole).saved_values
-    assert {"mlp.gather.cut.again", "mlp.gather.0.again", "mlp.gather.1.again"} <= set(names(tiled))
-    assert tiled["mlp.down.1.W"].reads == ("d.mlp.down.1", "r.mlp.down.cut.1")
 
 
 @pytest.mark.parametrize("mode", RECOMPUTE)

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.graphs import SMALL, UNTILED, layout_of, loss_gradient, profile_of, schedule_of, timeline_of
+from support.graphs import SMALL, layout_of, loss_gradient, profile_of, schedule_of, timeline_of
 from support.programs import build_programs
 
+from hf_helix.config import RULES
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.parameters import Bucket, FlatWeights, Traffic
 from hf_helix.planning.plan import search as searching
@@ -17,7 +18,6 @@ from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.predict import predict
 from hf_helix.planning.plan.program import build_program, validate_program
 from hf_helix.planning.plan.search import defer_weight_gradients, greedy
-from hf_helix.planning.rules.intra_batch import tile_profile
 from hf_helix.planning.rules.registry import make_plan, parse_plan
 from hf_helix.planning.timing.profile import EMULATED_LINK, REDUCTIONS_OVER, Profile, rough_profile
 from hf_helix.planning.timing.profile_file import load_profile, save_profile
@@ -82,7 +82,7 @@ def plan_of(rule: str, profile: Profile, count: int | None = None) -> Plan:
     return make_plan(rule, profile, model="m", mesh={"tp_size": 2}, schedule=schedule)
 
 
-@pytest.mark.parametrize("rule", UNTILED)
+@pytest.mark.parametrize("rule", RULES)
 def test_gathers_come_first_and_sums_behind_the_last_that_adds_to_them(rule: str) -> None:
     profile, schedule = profile_with(gather_ms=1.0, sum_ms=8.0), schedule_of(3)
     layout, count = profile.layout, len(profile.layout.gathers)
@@ -103,7 +103,7 @@ def test_gathers_come_first_and_sums_behind_the_last_that_adds_to_them(rule: str
         assert all(made.is_traffic for made in program[last + 1 : issued[result.unit]]), "nothing but other sums"
 
 
-@pytest.mark.parametrize("rule", UNTILED)
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("on_host", [False, True])
 def test_sums_of_every_micro_batch_follow_its_last_addition(rule: str, on_host: bool) -> None:
     """Copies to the host follow the last of them alone; a sum once in a window stays so."""
@@ -129,7 +129,7 @@ def test_sums_of_every_micro_batch_follow_its_last_addition(rule: str, on_host: 
             last[made.unit] = made.microbatch, 1
 
 
-@pytest.mark.parametrize("rule", UNTILED)
+@pytest.mark.parametrize("rule", RULES)
 def test_long_windows_have_gathers_once_and_repeat_their_sums(rule: str) -> None:
     """The program that holds its repeated part once issues what the program written out issues."""
     profile, schedule = often(profile_with(gather_ms=1.0, sum_ms=8.0)), schedule_of(40)
@@ -280,9 +280,8 @@ def test_the_bound_counts_the_bytes_that_an_emulated_link_carries() -> None:
     assert lower_bound(linked, schedule_of(3)) == pytest.approx(3 * calls + len(profile.layout.reductions) + 1e-3)
 
 
-def test_tiles_and_files_keep_them(tmp_path: Path) -> None:
+def test_files_keep_them(tmp_path: Path) -> None:
     once = profile_with(gather_ms=1.0, sum_ms=8.0)
-    assert tile_profile(once, 2).layout.gathers == once.layout.gathers
     plan, graphs = plan_of("greedy", once), once.layout.graphs
     assert parse_plan(plan.to_json(), graphs, model="m", mesh={"tp_size": 2}).data() == plan.data()
     path = tmp_path / "profile.json"

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from support.models import llama
 from torch import Tensor, nn
 
+from benchmarks.paper.tiled_units import TileTransfer, cut_rows, join_rows, tile_unit, tile_units
+from benchmarks.paper.tiles import tile_graph, tile_pair
 from hf_helix.models.families.llama import Llama
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import ParallelContext
@@ -14,8 +16,6 @@ from hf_helix.operators.base import OperatorContext
 from hf_helix.operators.communication.collectives import AllGather, AllGatherReplicated, ReduceScatter
 from hf_helix.operators.communication.transport import Axis, Recorder, SilentTransport
 from hf_helix.planning.graph.operator import Part
-from hf_helix.planning.rules.intra_batch import tile_graph, tile_pair
-from hf_helix.runtime.intra_batch import TileTransfer, cut_rows, join_rows, tile_unit, tile_units
 from hf_helix.runtime.rank_units import place_units
 
 SIZES = {"rows": st.integers(0, 9), "size": st.integers(1, 4), "tiles": st.integers(1, 5)}

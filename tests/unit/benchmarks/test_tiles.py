@@ -20,16 +20,20 @@ from support.graphs import (
     llama_layer_on_one_rank,
     operators_of,
     pair,
+    pipeline_of,
     profile_of,
     random_times,
     schedule_of,
 )
 
-from hf_helix.planning.graph.backward import GraphPair
+from benchmarks.paper.tiles import sites, tile_graph, tile_layout, tile_pair, tile_profile
+from hf_helix.planning.graph.backward import SEND, GraphPair, derive_backward
 from hf_helix.planning.graph.operator import Graph, Kind, Part
-from hf_helix.planning.plan.block_plan import validate_order
-from hf_helix.planning.rules.intra_batch import IntraBatchPlan, sites, tile_graph, tile_pair, tile_profile
+from hf_helix.planning.parameters import FlatWeights
+from hf_helix.planning.plan.block_plan import BlockPlan, validate_order
 from hf_helix.planning.timing.profile import Pair
+from hf_helix.planning.timing.recompute import FULL, SELECTIVE, recomputed
+from hf_helix.planning.window.layout import named_traffic, with_traffic
 
 TILES = [2, 3, 4]
 
@@ -116,6 +120,21 @@ def test_any_graph_keeps_its_ends_and_has_a_backward(graph: Graph, tiles: int) -
     assert (pair.backward.inputs, pair.backward.outputs) == (whole.inputs, whole.outputs)
 
 
+@pytest.mark.parametrize("mode", [SELECTIVE, FULL])
+def test_tiles_keep_no_more(mode: str) -> None:
+    whole = recomputed(llama_layer(), mode)
+    backward = tiled(whole, 2).backward
+    assert backward.saved_values == derive_backward(whole).saved_values
+    assert {"mlp.gather.cut.again", "mlp.gather.0.again", "mlp.gather.1.again"} <= set(names(backward))
+    assert backward["mlp.down.1.W"].reads == ("d.mlp.down.1", "r.mlp.down.cut.1")
+
+
+def test_tiles_of_frozen_linears_have_no_weight_gradients() -> None:
+    frozen = tuple(replace(op, wgrad_fraction=0) if op.splits_dgrad_wgrad else op for op in llama_layer().operators)
+    backward = tiled(replace(llama_layer(), operators=frozen), 2).backward
+    assert not [op for op in backward.operators if op.part is Part.W]
+
+
 # Orders
 
 
@@ -123,8 +142,8 @@ def test_any_graph_keeps_its_ends_and_has_a_backward(graph: Graph, tiles: int) -
 @pytest.mark.parametrize("rule", ["sequential", "round_robin"])
 def test_every_tile_of_a_microbatch_adds_up_before_the_next(rule: str, tiles: int) -> None:
     profile, schedule = profile_of(layout_of(LLAMA, 3)), schedule_of(4)
-    plan = IntraBatchPlan.of(rule, ORDER_BLOCK[rule], profile, model="m", mesh={}, tiles=tiles)
-    layout = plan.profile_for(profile).layout
+    derived = tile_profile(profile, tiles)
+    plan, layout = BlockPlan.of(rule, ORDER_BLOCK[rule], derived, model="m", mesh={}), derived.layout
     program = operators_of(plan.issue(schedule, layout).program(0))
     check_whole_and_in_order(program, window_instructions(schedule, layout))
     adding: dict[tuple[int, str], list[int]] = {}  # by weight, the micro-batches in the order in which they add to it
@@ -188,3 +207,18 @@ def test_sums_of_gradients_that_a_cut_takes_over_have_no_slowdowns() -> None:
     result = tile_profile(profile, 2)
     assert added not in result.times
     assert result.pairs == {}
+
+
+def test_tiles_leave_gathers_of_weights() -> None:
+    layout = layout_of(LLAMA, 2)
+    gathered = with_traffic(layout, [], [FlatWeights((unit,), "weights", 4000) for unit in range(len(layout.units))])
+    times = random_times(layout, 1) | {name: 1e-3 for name, _ in named_traffic(gathered)}
+    assert tile_profile(profile_of(gathered, times), 2).layout.gathers == gathered.gathers
+
+
+def test_tiles_leave_the_ways_between_ranks() -> None:
+    layout = pipeline_of(LLAMA, (1, 1, 1, 1), (0, 1, 1, 0))
+    cut = tile_layout(layout, 2)
+    assert cut.describe() == layout.describe()
+    assert cut.graphs[SEND] == layout.graphs[SEND]
+    assert cut.graphs["layer"] != layout.graphs["layer"]

@@ -1,25 +1,46 @@
-"""The runtime of the intra-batch baseline (`hf_helix.planning.rules.intra_batch`): units in tiles.
+"""The runtime of the intra-batch baseline (`benchmarks.paper.tiles`): units in tiles.
 
-In:   the units of a rank, and the number of tiles of a plan.
-Out:  the units with the graphs of the plan. The same linears and collectives serve the tiles; new operators cut
-      and join.
+In:   the runner of a rank, and the number of tiles.
+Out:  a runner of the same parameters, whose units have tiled graphs. The same linears and collectives serve the tiles;
+      new operators cut and join.
 Must hold: values and gradients equal the untiled unit's, rounding aside. An all-gather brings the ranks' parts in
 rank order, so the rows of tile t of a gathered value are the t-th part of every rank's shard. A shard with fewer rows
 than tiles leaves the last tiles empty; empty tiles are not communicated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from benchmarks.paper.tiles import Site, sites, tile_layout, tile_pair
 from hf_helix.operators.base import Communication, Computation, OperatorContext, TensorOperator, Tensors, TransferFn
 from hf_helix.operators.communication.collectives import AllGather, ReduceScatter
 from hf_helix.operators.units.unit import Unit
 from hf_helix.planning.graph.operator import Part
-from hf_helix.planning.rules.intra_batch import Site, sites, tile_layout, tile_pair
+from hf_helix.planning.plan.plan import Plan
+from hf_helix.planning.rules.registry import baseline_plan
+from hf_helix.planning.window.layout import Layout
 from hf_helix.runtime.rank_units import RankUnits, shared_gradients
+from hf_helix.runtime.runner import Runner
+
+
+def in_tiles(runner: Runner, tiles: int, make_plan: Callable[[Layout], Plan] | None = None) -> Runner:
+    """Returns a runner of the same parameters whose units are in tiles.
+
+    Args:
+        runner: of whole units.
+        tiles: how many; the baseline has one for each rank of a collective.
+        make_plan: makes the plan of the tiled layout; None for `sequential`.
+    """
+    tiled = tile_units(runner.rank_units, tiles)
+    plan = make_plan(tiled.layout) if make_plan else _one_strand(runner, tiled.layout)
+    return runner.of_units(tiled, plan)
+
+
+def _one_strand(runner: Runner, layout: Layout) -> Plan:
+    return baseline_plan(layout, model=runner.plan.model, mesh=runner.plan.mesh)
 
 
 def tile_unit(unit: Unit, tiles: int) -> Unit:
@@ -112,7 +133,7 @@ def _operators(unit: Unit, site: Site, tiles: int) -> dict[str, TensorOperator]:
         name = (site.first if site.gathers else site.second).name
         raise ValueError(
             f"{unit.label}: {name!r} is of class {type(collective).__name__} where tiles need {wanted.__name__}; "
-            "use a plan without tiles, or teach hf_helix.runtime.intra_batch how its rows lie"
+            "leave out tiles, or teach benchmarks.paper.tiled_units how its rows lie"
         )
     size = collective.axis.size
     # The full sequence lies between a gather and a scatter.

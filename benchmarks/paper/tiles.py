@@ -1,20 +1,22 @@
 """The paper's intra-batch baseline (after MegaScale): one micro-batch at a time, collectives cut into tiles.
 
-In:   the graphs of the model's units, their profile, and a number of tiles.
-Out:  an `IntraBatchPlan`, its tiled graphs, and their profile. Each all-gather before a linear, and each
-      reduce-scatter after a linear, is cut into tiles, issued in turn with the tiles of the linear, so that even a
-      single strand overlaps computation and communication.
+In:   the graphs of a model's units, their profile, and a number of tiles.
+Out:  the tiled graphs, their profile, and a step with them. Each all-gather before a linear, and each reduce-scatter
+      after a linear, is cut into tiles, issued in turn with the tiles of the linear. So even the single strand of the
+      plan `sequential` overlaps computation and communication.
 Must hold: values with other readers keep their names, so the rest of the graph is unchanged. The tiles of a linear add
 to the gradient of its weight in one order. Times are derived, not measured: a tile takes its part of the operator's
 time.
 
-`hf_helix.runtime.intra_batch` runs tiles.
+`benchmarks.paper.tiled_units` runs tiles.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
 
+from hf_helix.doctor.amounts.records import Amounts, Gradient
+from hf_helix.doctor.step import Step
+from hf_helix.doctor.window import WindowClock
 from hf_helix.planning.graph.backward import (
     GraphPair,
     advance,
@@ -24,34 +26,9 @@ from hf_helix.planning.graph.backward import (
     place_weights,
 )
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
-from hf_helix.planning.plan.block_plan import BlockPlan
+from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.profile import Pair, Profile
 from hf_helix.planning.window.layout import Layout, Name, is_traffic, named_operators
-
-
-@dataclass(frozen=True)
-class IntraBatchPlan(BlockPlan):
-    """A block plan of the graphs whose collectives are cut into tiles."""
-
-    KEY: ClassVar[str] = "tiled_blocks"
-
-    tiles: int
-
-    def profile_for(self, profile: Profile) -> Profile:
-        """The profile of the tiled graphs."""
-        return tile_profile(profile, self.tiles)
-
-    def data(self) -> Any:
-        """The number of tiles, and the entries of every block."""
-        return {"tiles": self.tiles, "blocks": super().data()}
-
-    @classmethod
-    def fields_from(cls, data: Any, pairs: Mapping[str, GraphPair]) -> dict[str, Any]:
-        """The tiles and the orders of a file."""
-        tiles = data["tiles"]
-        if not isinstance(tiles, int) or isinstance(tiles, bool) or tiles < 1:
-            raise ValueError(f"tiles must be a whole number of at least 1, got {tiles!r}")
-        return {**super().fields_from(data["blocks"], tile_pairs(pairs, tiles)), "tiles": tiles}
 
 
 @dataclass(frozen=True)
@@ -106,15 +83,19 @@ def tile_layout(layout: Layout, tiles: int) -> Layout:
     graphs = tile_pairs(layout.graphs, tiles)
 
     def adders(unit: int, name: str) -> list[tuple[int, str]]:
-        known = {op.name for op in graphs[layout.units[unit]].backward.operators}
-        rows = [f"{name.removesuffix('.W')}.{tile}.W" for tile in range(tiles)]
-        return [(unit, each) for each in ([name] if name in known else rows)]
+        return [(unit, each) for each in _adders(graphs[layout.units[unit]], name, tiles)]
 
     traffic = [
         replace(moved, adders=tuple(each for adder in moved.adders for each in adders(*adder)))
         for moved in layout.traffic
     ]
     return replace(layout, graphs=graphs, shared=(), traffic=traffic)
+
+
+def _adders(pair: GraphPair, name: str, tiles: int) -> list[str]:
+    """The operators of a tiled graph that add to a gradient in the place of an operator."""
+    known = {op.name for op in pair.backward.operators}
+    return [name] if name in known else [f"{name.removesuffix('.W')}.{tile}.W" for tile in range(tiles)]
 
 
 def tile_pair(pair: GraphPair, tiles: int) -> GraphPair:
@@ -198,6 +179,42 @@ def tile_profile(profile: Profile, tiles: int) -> Profile:
         beside = profile.slowdown(a, b), profile.slowdown(b, a)
         pairs[first[a], first[b]] = Pair.of(times[first[a]], times[first[b]], *beside)
     return Profile({**profile.about, "tiled": "derived, not measured"}, layout, times, spread, pairs, like)
+
+
+def step_in_tiles(
+    step: Step, profile: Profile, amounts: Amounts, cluster: Cluster, tiles: int, reduces: bool = True
+) -> Step:
+    """Returns a step whose window runs tiled graphs, in the memory of the untiled step.
+
+    Args:
+        step: under the plan `sequential`.
+        profile: the times of the tiled graphs, see `tile_profile`.
+        amounts: of whole operators.
+        cluster: what the step runs on.
+        tiles: how many.
+        reduces: whether gradients are reduced and weights gathered in the window.
+    """
+    pairs = tile_pairs(amounts.layout.graphs, tiles)
+
+    def tiled(made: Gradient) -> Gradient:
+        return replace(
+            made, adders=tuple((unit, each) for unit, op in made.adders for each in _adders(pairs[unit], op, tiles))
+        )
+
+    gradients = {name: [tiled(made) for made in of_unit] for name, of_unit in amounts.gradients.items()}
+    clock = WindowClock(
+        profile, replace(amounts, gradients=gradients), step.case, cluster, step.fidelity, reduces=reduces
+    )
+    made = clock.time()
+    return replace(
+        step,
+        window=step.casts + max(made.seconds, step.issuing),
+        sums=made.reductions,
+        exposed={kind: seconds for kind, seconds in made.exposed.items() if step.loads[kind]},
+        bubble=made.bubble / made.seconds,
+        waits=made.waits,
+        planned=None,
+    )
 
 
 def _fits(site: Site) -> bool:
