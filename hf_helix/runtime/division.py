@@ -10,7 +10,7 @@ A gradient on a rank is the full loss's; if the gradients of several ranks are s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,12 +103,37 @@ class Division:
 
     def gather(self, held: Tensor) -> Tensor:
         """Returns the full tensor on every rank. Collective over all ranks."""
+        full = self._with_zeros(held)
+        self.sum(full.view(-1).view(torch.uint8))
+        return full.to(held.device)
+
+    def start_gather(self, held: Tensor, reader: int | None = None) -> Callable[[], Tensor]:
+        """Starts to gather the full tensor, for one reader or for all ranks. Collective over all ranks, which are not
+        compared.
+
+        Returns:
+            A function that waits, and returns the full tensor on `Mesh.device`; on ranks that do not read, any values.
+        """
+        full = self._with_zeros(held)
+        bits, work = full.view(-1).view(torch.uint8), None
+        if world_size() > 1:
+            whole = dist.all_reduce(bits, async_op=True) if reader is None else None
+            work = whole or dist.reduce(bits, reader, async_op=True)
+
+        def finish() -> Tensor:
+            if work is not None:
+                work.wait()
+            return full
+
+        return finish
+
+    def _with_zeros(self, held: Tensor) -> Tensor:
+        """Returns a tensor of the full shape with this rank's elements, whose bits all ranks add up to the full one."""
         full = torch.zeros(self.shape, dtype=held.dtype, device=self.mesh.device)
         if self.counts:
             for piece, place in self._boxes(held):
                 full[place] = piece
-        self.sum(full.view(-1).view(torch.uint8))  # bits, and zeros from the others
-        return full.to(held.device)
+        return full
 
     def sum(self, tensor: Tensor) -> None:
         """Sums a tensor on `Mesh.device` over all ranks, in place. Collective."""

@@ -203,11 +203,9 @@ def settle_generation(call: TrainerCall, ranks_per_batch: int) -> None:
     The training arguments belong to the user, so the trainer gets a copy.
 
     Raises:
-        ValueError: the rest does not hold whole groups of generations; or vLLM would generate.
+        ValueError: the rest does not hold whole groups of generations.
     """
     args = copy.copy(call.get("args"))
-    if getattr(args, "use_vllm", False):
-        raise ValueError("use_vllm=True: use use_vllm=False; weights of a cut model are not copied to vLLM yet")
     if not hasattr(args, _SIZE):
         return
     size = getattr(args, _SIZE) // ranks_per_batch
@@ -228,9 +226,10 @@ def count_batches_once(trainer: Any, ranks_per_batch: int) -> None:
 
 
 @contextlib.contextmanager
-def gathering_once(ranks_per_batch: int) -> Iterator[None]:
-    """Returns the context in which TRL's `gather` and `gather_object` return the values of every batch once."""
-    modules: list[Any] = [sys.modules[name] for name in _MODULES if name in sys.modules]
+def gathering_once(ranks_per_batch: int, names: Sequence[str] = _MODULES) -> Iterator[None]:
+    """Returns the context in which `gather` and `gather_object` of TRL's modules return the values of every batch
+    once."""
+    modules: list[Any] = [sys.modules[name] for name in names if name in sys.modules]
     before = [
         (module, name, getattr(module, name)) for module in modules for name in _GATHERING if hasattr(module, name)
     ]
