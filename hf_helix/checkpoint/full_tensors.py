@@ -88,7 +88,7 @@ class FullTensors:
         self._most = max(piece.nbytes for piece in self.pieces)
 
     def _piece(
-        self, source: Source, held: dict[str, Tensor], added: dict[nn.Parameter, Any], full: dict[str, Tensor]
+        self, source: Source, held: dict[str, Tensor], added: dict[Tensor, Any], full: dict[str, Tensor]
     ) -> Piece:
         names = source.convert(self._bare, self._about.__getitem__)
         layers = {name: added[held[name]] for name in names if held[name] in added}

@@ -25,7 +25,7 @@ from hf_helix.operators.vocabulary.logits import divided_logits
 from hf_helix.operators.vocabulary.lookup import lookup
 from hf_helix.operators.vocabulary.slices import changed_gradient, sliced_linear, start_sum
 from hf_helix.runtime.distributed.agreement import agree_on_action
-from hf_helix.runtime.distributed.mesh import Mesh, world_size
+from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.local_parameters import LocalParameter
 
@@ -112,17 +112,21 @@ class Division:
         compared.
 
         Returns:
-            A function that waits, and returns the full tensor on `Mesh.device`; on ranks that do not read, any values.
+            A function that waits, and returns the full tensor on `Mesh.device`; on ranks that do not read, a tensor
+            without memory.
         """
         full = self._with_zeros(held)
         bits, work = full.view(-1).view(torch.uint8), None
-        if world_size() > 1:
-            whole = dist.all_reduce(bits, async_op=True) if reader is None else None
-            work = whole or dist.reduce(bits, reader, async_op=True)
+        if world_size() > 1 and reader is None:
+            work = dist.all_reduce(bits, async_op=True)
+        elif world_size() > 1:
+            work = dist.reduce(bits, reader, async_op=True)
 
         def finish() -> Tensor:
             if work is not None:
                 work.wait()
+            if reader not in (None, rank()):
+                full.untyped_storage().resize_(0)  # now: the thread of a transfer may keep it for a moment
             return full
 
         return finish

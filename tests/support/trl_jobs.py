@@ -84,7 +84,7 @@ def make(
     family, lora, seed = given.pop("family", "Llama"), given.pop("lora", False), given.pop("model_seed", 0)
     sizes = given.pop("sizes", {})
     options: dict[str, Any] = {"model": given.pop("saved", None) or model(family, seed, kind, **sizes)}
-    size = 2 if shares and helix else 4
+    size = 2 if shares and torch.distributed.is_initialized() else 4
     usual = {"per_device_train_batch_size": size, "per_device_eval_batch_size": size, "gradient_accumulation_steps": 3}
     usual |= {"max_steps": 3, "logging_steps": 1, "learning_rate": 1e-3, "report_to": [], "use_cpu": True}
     usual |= {"save_strategy": "no", "disable_tqdm": True, "bf16": False, "gradient_checkpointing": False}

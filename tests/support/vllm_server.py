@@ -1,4 +1,4 @@
-"""A server of completions that speaks the protocol of TRL's client, over a stock model with the weights that it is sent.
+"""A server of completions that speaks the protocol of TRL's client, over a stock model with the weights sent.
 
 What vLLM does is the server's: HTTP as the client asks for it, weights by name, type and shape, an update as a whole.
 NCCL is not: `stands_in_for_vllm` puts a socket in the place of vLLM's communicator, on the client's side, and lets the
@@ -22,11 +22,17 @@ from unittest import mock
 import torch
 from support.cluster import free_port
 
-MAX_LOADS = 600  # seconds
+_JOINED = {"rank_offset": 1, "world_size": 2, "packed": True}
+_ASKED = {"model": "tiny", "return_token_ids": True, "return_tokens_as_token_ids": True}
+_DEADLINE = 60  # seconds
 
 
 class Server:
     """Serves a stock model, which it changes.
+
+    Args:
+        model: the model.
+        breaks_at: the number of the request for completions that fails.
 
     Attributes:
         weights: every tensor that it was ever sent, by name, as it was sent last.
@@ -34,7 +40,8 @@ class Server:
         requests: the prompts of each request for completions.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, breaks_at: int = -1) -> None:
+        self.breaks_at = breaks_at
         self.model, self.weights, self.updates, self.requests = model, {}, [], []
         self.port, self.group_port = free_port(), free_port()
         self._stream: Any = None
@@ -73,7 +80,7 @@ class Server:
         return {"world_size": 1}
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> dict[str, Any]:
-        assert init_info["rank_offset"] == 1 and init_info["world_size"] == 2 and init_info["packed"]
+        assert {name: init_info[name] for name in ("rank_offset", "world_size", "packed")} == _JOINED
         self._stream = _connected(init_info["master_address"], init_info["master_port"]).makefile("rb")
         return {}
 
@@ -93,11 +100,7 @@ class Server:
 
     def finish_weight_update(self) -> dict[str, Any]:
         """From now on, completions are those of a stock model with just these weights."""
-        kind = type(self.model)
-        self.model, info = kind.from_pretrained(
-            None, config=self.model.config, state_dict=dict(self.weights), output_loading_info=True
-        )
-        assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
+        self.model = stock_model(self.model, self.weights)
         return {}
 
     def reset_prefix_cache(self) -> dict[str, Any]:
@@ -108,12 +111,23 @@ class Server:
         self, prompt: list[list[int]], n: int, max_tokens: int, temperature: float, **_: Any
     ) -> dict[str, Any]:
         assert self.updates, "no weights yet"
+        if len(self.requests) == self.breaks_at:
+            raise RuntimeError("the engine is dead")
         generator = torch.Generator().manual_seed(len(self.requests))
         self.requests.append(prompt)
         choices = [
             choice for ids in prompt for choice in complete(self.model, ids, n, max_tokens, temperature, generator)
         ]
         return {"choices": choices}
+
+
+def stock_model(like: Any, weights: dict[str, torch.Tensor]) -> Any:
+    """A model of the class and sizes of another, with just these weights."""
+    made, info = type(like).from_pretrained(
+        None, config=like.config, state_dict=dict(weights), output_loading_info=True
+    )
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    return made
 
 
 def complete(
@@ -142,8 +156,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             name = self.path.partition("?")[0].strip("/").replace("/", "_")
             if name == "v1_completions":
-                assert given.pop("model") == "tiny" and given.pop("return_token_ids")
-                assert given.pop("return_tokens_as_token_ids") and given.pop("logprobs") == 0
+                assert {asked: given.pop(asked) for asked in _ASKED} == _ASKED
+                assert given.pop("logprobs") in (0, None)
             status, answer = 200, getattr(self.of, name)(**given)
         except Exception as error:
             status, answer = 400, {"error": repr(error)}
@@ -165,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _connected(host: str, port: int) -> socket.socket:
-    deadline = time.monotonic() + MAX_LOADS
+    deadline = time.monotonic() + _DEADLINE
     while True:
         try:
             return socket.create_connection((host, port))
@@ -195,11 +209,62 @@ def broadcast(iterator: Iterator[tuple[str, Any]], group: Endpoint, src: int, po
         del item
 
 
+class Colocated:
+    """vLLM in the process of a trainer, over the same stock model.
+
+    Attributes:
+        model: what generates; set before.
+        weights: the tensors that it holds, by name; none while it sleeps.
+        updates: of each update the names.
+        prompts: all that it was asked to complete.
+    """
+
+    model: Any = None
+
+    def __init__(self, seed: int, **_: Any) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+        self.updates: list[list[str]] = [[]]
+        self.prompts: list[list[int]] = []
+        self._generator = torch.Generator().manual_seed(seed)
+        runner = SimpleNamespace(model=SimpleNamespace(load_weights=self._load))
+        driver = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+        self.llm_engine = SimpleNamespace(model_executor=driver)
+
+    def _load(self, given: list[tuple[str, torch.Tensor]]) -> None:
+        for name, value in given:
+            self.weights[name] = value.clone()
+            self.updates[-1].append(name)
+
+    def reset_prefix_cache(self) -> None:
+        self.updates.append([])
+
+    def sleep(self, level: int) -> None:
+        self.weights.clear()
+
+    def wake_up(self, tags: list[str]) -> None:
+        pass
+
+    @torch.no_grad()
+    def generate(self, prompts: list[dict[str, Any]], sampling_params: dict[str, Any], use_tqdm: bool) -> list[Any]:
+        model = stock_model(Colocated.model, self.weights)
+        length, temperature = sampling_params["max_tokens"], sampling_params["temperature"]
+        outputs = []
+        for ids in (prompt["prompt_token_ids"] for prompt in prompts):
+            self.prompts.append(ids)
+            (found,) = complete(model, ids, 1, length, temperature, self._generator)
+            chances = zip(found["token_ids"], found["logprobs"]["token_logprobs"], strict=True)
+            chances = [{token: SimpleNamespace(logprob=chance, rank=1)} for token, chance in chances]
+            completion = SimpleNamespace(token_ids=found["token_ids"], logprobs=chances)
+            outputs.append(SimpleNamespace(prompt_token_ids=ids, outputs=[completion]))
+        return outputs
+
+
 @contextlib.contextmanager
 def stands_in_for_vllm() -> Iterator[None]:
-    """Makes TRL find what it takes of vLLM 0.28 or later for a server."""
+    """Makes TRL find what it takes of vLLM 0.28 or later."""
     client = importlib.import_module("trl.generation.vllm_client")
-    others = ["trl.generation.vllm_generation", "trl.trainer.distillation_trainer"]
+    generation = importlib.import_module("trl.generation.vllm_generation")
+    distillation = importlib.import_module("trl.trainer.distillation_trainer")
     stock = client.VLLMClient.init_communicator
     given = {
         "_HAS_STATEFUL_TRAINER_ENGINE": True,
@@ -209,10 +274,12 @@ def stands_in_for_vllm() -> Iterator[None]:
         "packed_nccl_broadcast_producer": broadcast,
     }
     with contextlib.ExitStack() as changes:
-        for module in (client, *map(importlib.import_module, others)):
-            changes.enter_context(mock.patch.object(module, "is_vllm_available", lambda *_, **__: True))
+        for module in (client, generation, distillation):
+            changes.enter_context(mock.patch.object(module, "is_vllm_available", return_value=True))
         for name, value in given.items():
             changes.enter_context(mock.patch.object(client, name, value, create=True))
+        for name, value in {"LLM": Colocated, "SamplingParams": dict}.items():
+            changes.enter_context(mock.patch.object(generation, name, value, create=True))
         any_device = mock.patch.object(
             client.VLLMClient, "init_communicator", lambda self, device=0: stock(self, "cuda")
         )

@@ -9,6 +9,7 @@ TRL is not imported.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,9 +58,8 @@ def feed_rollouts(trainer: Any, engine: Engine) -> None:
             ask = _asked_once if generation.mode == "server" else _shared_out
             generation.generate = functools.partial(ask, generation.generate, engine.mesh.ranks_per_batch)
     elif getattr(trainer.args, "use_vllm", False):
-        raise ValueError(
-            f"use_vllm=True: {type(trainer).__name__} has no vllm_generation, by which TRL's classes ask vLLM; {_INSTEAD}"
-        )
+        kind = type(trainer).__name__
+        raise ValueError(f"use_vllm=True: {kind} has no vllm_generation, by which TRL's classes ask vLLM; {_INSTEAD}")
 
 
 class _SentWeights:
@@ -129,5 +129,7 @@ def _shared_out(
     found = generate([prompts[place] for place in places], mine, *args, **kwargs)
     with watched():
         of_ranks = all_gather_object(found, range(first, first + ranks_per_batch))
-    columns = zip(*of_ranks, strict=True)
-    return tuple(None if column[0] is None else sum(column, [])[: len(prompts)] for column in columns)
+    return tuple(
+        None if column[0] is None else [*itertools.chain(*column)][: len(prompts)]
+        for column in zip(*of_ranks, strict=True)
+    )

@@ -179,10 +179,11 @@ def plain_name(model: nn.Module, name: str) -> str | None:
     return ".".join(plain)
 
 
-def additions(model: nn.Module) -> dict[nn.Parameter, Any]:
+def additions(model: nn.Module) -> dict[Tensor, Any]:
     """Returns the parameters that active adapters of a model add to, each with PEFT's layer of these adapters."""
-    found = {}
-    for layer in model.modules():
+    found: dict[Tensor, Any] = {}
+    modules: list[Any] = list(model.modules())
+    for layer in modules:
         if hasattr(layer, "lora_A") and active_adapters(layer):
             base = layer.get_base_layer()
             found[getattr(base, getattr(layer, "parameter_name", "weight"))] = layer
