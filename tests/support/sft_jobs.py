@@ -25,7 +25,7 @@ def mixed(stock: Any, helix: dict[str, Any] | None, **options: Any) -> Any:
     if helix is None:
         return stock(**options)
     kind = type("Mixed", (HelixTrainerMixin, stock), {})
-    return kind(**options, helix_config=HelixConfig(plan="greedy", cache=False, **helix))
+    return kind(**options, helix_config=HelixConfig(**{"plan": "greedy", "cache": False, **helix}))
 
 
 def save_tokenizer(folder: Path) -> None:

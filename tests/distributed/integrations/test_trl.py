@@ -10,6 +10,7 @@ from support.sft_jobs import save_tokenizer
 from support.trl_jobs import ONLINE, TEACHERS, log_of, make, model
 
 from hf_helix.runtime.divided import plain_parameters
+from hf_helix.runtime.runner import measured
 
 LOSSES = ["sigmoid", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "apo_zero", "apo_down"]
 REPEATED = {"repetition_penalty": 1.2, "entropy_coef": 0.01, "cast_lm_head_to_fp32": True}
@@ -36,7 +37,8 @@ def follow(
         full = sum(each.nbytes for each in reference.parameters())
         with plain_parameters():
             part = sum(each.untyped_storage().nbytes() for each in reference.parameters()) / full
-    return {"log": log_of(trainer), "fused": trainer.helix.called_decoder.deferred_backward.num_fused, "part": part}
+    fused = trainer.helix.called_decoder.deferred_backward.num_fused
+    return {"log": log_of(trainer), "fused": fused, "part": part, "measured": str(trainer.tuning or "")}
 
 
 @pytest.mark.parametrize(
@@ -90,3 +92,40 @@ def test_as_the_stock_trainer(
             # Of a reference model, a rank holds as much as of the trained one.
             assert result["part"] < 0.8 or helix == CP
             assert result["fused"] == (8 if kind in ONLINE else 6)
+
+
+def test_calls_that_may_ask_for_routers_are_run_for_measurements(tmp_path: Path) -> None:
+    """As tuning does between windows, without a gradient of the routers' logits."""
+    save_tokenizer(tmp_path / "words")
+    given = {"family": "Mixtral", "max_steps": 1, "eval_strategy": "no"}
+    trainer = make(str(tmp_path), str(tmp_path / "words"), {}, "dpo", False, given)
+    trainer.train()
+    helix = trainer.helix
+    with measured(helix.runner):
+        assert helix.runner.train_window(helix.last_window[:2]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "helix", "given"),
+    [
+        ("dpo", TP, {"family": "Mixtral"}),
+        ("dpo", PP, {}),
+        ("grpo", TP, {"family": "Mixtral", "lora": True}),
+        ("kto", PP, {"family": "Qwen3Moe"}),
+    ],
+    ids=str,
+)
+def test_plans_are_measured_by_calls(
+    kind: str, helix: dict[str, Any], given: dict[str, Any], cluster_of: Any, tmp_path: Path
+) -> None:
+    """From the second window on, also of mixtures, whose routers a call may ask for."""
+    save_tokenizer(tmp_path / "words")
+    given = {**given, "max_steps": 6}
+    job = {"tokenizer": str(tmp_path / "words"), "kind": kind, "shares": False, "given": given}
+    wanted = follow(str(tmp_path / "stock"), helix=None, **job)
+    auto = {**helix, "plan": "auto", "tuning_share": 1.0}
+    for result in cluster_of(2).run(follow, folder=str(tmp_path / "helix"), helix=auto, **job):
+        assert "sequential" in result["measured"]
+        for found, stock in zip(result["log"], wanted["log"], strict=True):
+            assert found == pytest.approx(stock, rel=1e-4, abs=2e-5)
