@@ -12,11 +12,13 @@ not count. The studies:
             allocator keeps freed memory, as that of a GPU does: otherwise the kernel maps the logits anew each time
     sft     TRL's SFTTrainer of a mixture under the mixin beside HelixTrainer with its built-in loss; both with the loss
             of routers, of which SFTTrainer takes the mean over micro-batches
+    generate  tokens of the cut model's own `generate` beside those of the stock model on one process
     memory  a step of TRL's DPOTrainer with its chunked head, under the mixin beside the stock one on one process
 
     python -m benchmarks.trainers stock
     python -m benchmarks.trainers loss --tp_size 2
     python -m benchmarks.trainers sft --ep_size 2
+    python -m benchmarks.trainers generate --tp_size 2 --new_tokens 32
     python -m benchmarks.trainers memory --tp_size 2 --vocabulary 128256
 """
 
@@ -31,6 +33,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from transformers import (
     LlamaForCausalLM,
@@ -62,7 +65,17 @@ KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": 2**30, "MALLOC_TRIM_THRESHOLD_": 2**32
 def main() -> None:
     model = {"hidden": 256, "layers": 4, "heads": 8, "kv_heads": 4, "vocabulary": 4096, "sequence": 256}
     parser = options_of(
-        __doc__, **model, batch=2, accumulation=4, tp_size=1, ep_size=1, rounds=12, warmup_rounds=2, steps=4
+        __doc__,
+        **model,
+        batch=2,
+        accumulation=4,
+        tp_size=1,
+        ep_size=1,
+        pp_size=1,
+        new_tokens=32,
+        rounds=12,
+        warmup_rounds=2,
+        steps=4,
     )
     parser.add_argument("study", choices=STUDIES)
     add_outputs(parser)
@@ -75,7 +88,7 @@ def main() -> None:
     if options.study == "memory" and "RANK" not in os.environ:
         os.environ[STOCK_PEAK] = str(peak_of_step(stock_dpo(), options))
     os.environ |= {name: str(size) for name, size in KEEPS_MEMORY.items()}
-    Ranks(options.tp_size * options.ep_size).run(work, options)
+    Ranks(options.tp_size * options.ep_size * options.pp_size).run(work, options)
 
 
 def work(options: argparse.Namespace) -> None:
@@ -108,14 +121,21 @@ class StepTimer(TrainerCallback):
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self.ends: list[float] = []
+        self.used: list[float] = []
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.ends.append(time.perf_counter())
+        self.used.append(time.process_time())
 
     @property
     def seconds(self) -> float:
         """The median of a round."""
         return statistics.median(end - start for start, end in itertools.pairwise(self.ends))
+
+    @property
+    def cpu_seconds(self) -> float:
+        """The median of a round, of this process on its cores: other jobs of the machine hardly change it."""
+        return statistics.median(end - start for start, end in itertools.pairwise(self.used))
 
 
 Maker = Callable[[str], Trainer]
@@ -147,7 +167,8 @@ def make_trainer(
     batch = {"per_device_train_batch_size": sizes.batch, "gradient_accumulation_steps": sizes.accumulation}
     quiet: dict[str, Any] = {"report_to": "none", "disable_tqdm": True}
     args = TrainingArguments(folder, max_steps=sizes.steps + 1, **usual, **batch, **quiet, **arguments)
-    data = RandomTokens(sizes.batch * sizes.accumulation * args.max_steps, sizes.sequence, sizes.vocabulary)
+    count = sizes.batch * sizes.accumulation * args.max_steps * getattr(sizes, "ep_size", 1)
+    data = RandomTokens(count, sizes.sequence, sizes.vocabulary)
     given: dict[str, Any] = {"model": model, "args": args, "train_dataset": data, "compute_loss_func": loss}
     trainer = Trainer(**given) if helix is None else HelixTrainer(**given, helix_config=helix)
     trainer.remove_callback(PrinterCallback)
@@ -183,10 +204,12 @@ def make_sft(model: Any, sizes: Any, folder: str, helix: HelixConfig) -> Trainer
     usual = {"optim": "adamw_torch_fused", "learning_rate": 1e-4, "save_strategy": "no", "logging_strategy": "no"}
     quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "bf16": False, "gradient_checkpointing": False}
     args = trl.SFTConfig(folder, max_steps=sizes.steps + 1, max_length=None, **batch, **usual, **quiet)
-    count = sizes.batch * sizes.accumulation * args.max_steps * sizes.ep_size
+    count = sizes.batch * sizes.accumulation * args.max_steps * getattr(sizes, "ep_size", 1)
     rows = RandomTokens(count, sizes.sequence, sizes.vocabulary).tokens
     data = Dataset.from_dict({"input_ids": rows.tolist()})
-    return kind(model=model, args=args, train_dataset=data, processing_class=few_words(), helix_config=helix)
+    trainer = kind(model=model, args=args, train_dataset=data, processing_class=few_words(), helix_config=helix)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def few_words() -> Any:
@@ -214,7 +237,7 @@ def llamas(kinds: Mapping[str, tuple[HelixConfig | None, Any]], options: argpars
 
 def compare_sft(options: argparse.Namespace) -> tuple[str, Any]:
     helix = HelixConfig(tp_size=options.tp_size, ep_size=options.ep_size, plan="greedy")
-    alike = make_mixture(options, 0.02 / options.accumulation)
+    alike = make_mixture(options, 0.02 / options.accumulation / options.ep_size)  # the Trainer adds these up
     makers: dict[str, Maker] = {
         "built-in loss": lambda folder: make_trainer(alike, options, folder, helix, use_cpu=True),
         "SFTTrainer with the mixin": lambda folder: make_sft(make_mixture(options, 0.02), options, folder, helix),
@@ -247,12 +270,13 @@ def compare(kinds: Mapping[str, Maker], options: argparse.Namespace) -> tuple[st
         for number in range(options.warmup_rounds + options.rounds):
             order = list(kinds) if number % 2 == 0 else list(reversed(kinds))
             losses = {name: trainers[name].train().training_loss for name in order}
-            rounds.append({name: (timers[name].seconds, losses[name]) for name in kinds})
+            rounds.append({name: (timers[name].seconds, losses[name], timers[name].cpu_seconds) for name in kinds})
     first, second = kinds
     counted = rounds[options.warmup_rounds :]
     seconds = {name: statistics.median(each[name][0] for each in counted) for name in kinds}
     ratios = [each[second][0] / each[first][0] for each in counted]
     low, middle, high = statistics.quantiles(ratios, n=4)
+    used = statistics.median(each[second][2] / each[first][2] for each in counted)
     apart = max(abs(each[first][1] - each[second][1]) for each in rounds)
     lines = [
         f"{type(trainers[first].model).__name__}: hidden {options.hidden}, {options.layers} layers, vocabulary "
@@ -262,9 +286,60 @@ def compare(kinds: Mapping[str, Maker], options: argparse.Namespace) -> tuple[st
         columns(("trainer", "median step ms"), [(name, f"{1e3 * each:.1f}") for name, each in seconds.items()]),
         f"ratio over rounds: median {middle:.3f}, quartiles {low:.3f} to {high:.3f}, from {min(ratios):.3f} to "
         f"{max(ratios):.3f}; target: at most {TARGETS[options.study]:.2f}",
+        f"ratio of the CPU seconds of rank 0, median: {used:.3f}",
         f"largest difference between the mean losses of a round: {apart:.1e}",
     ]
-    return "\n".join(lines), {"seconds": seconds, "ratios": ratios, "largest_loss_difference": apart, "rounds": rounds}
+    return "\n".join(lines), {
+        "seconds": seconds,
+        "ratios": ratios,
+        "cpu_ratio": used,
+        "largest_loss_difference": apart,
+        "rounds": rounds,
+    }
+
+
+# -- generation ----------------------------------------------------------------------------------------------------
+
+
+def compare_generation(options: argparse.Namespace) -> tuple[str, Any]:
+    """Generates greedily, with a cache, in turn; the stock model on rank 0 while the others wait."""
+    stock = make_model(options)
+    helix = HelixConfig(tp_size=options.tp_size, pp_size=options.pp_size, plan="greedy")
+    with tempfile.TemporaryDirectory() as folder:
+        cut = make_trainer(copy.deepcopy(stock), options, folder, helix, use_cpu=True).model
+    prompts = RandomTokens(options.batch, options.sequence, options.vocabulary).tokens
+    count = {"max_new_tokens": options.new_tokens, "min_new_tokens": options.new_tokens, "do_sample": False}
+
+    def seconds(model: Any, runs: bool) -> tuple[float, float, Any]:
+        dist.barrier()
+        start, used = time.perf_counter(), time.process_time()
+        found = model.generate(prompts, **count) if runs else None
+        used = time.process_time() - used
+        dist.barrier()
+        return time.perf_counter() - start, used, found
+
+    rounds = []
+    for number in range(options.warmup_rounds + options.rounds):
+        kinds = [(stock, options.rank == 0), (cut, True)]
+        times = [seconds(*each) for each in (kinds if number % 2 == 0 else kinds[::-1])]
+        rounds.append(times if number % 2 == 0 else times[::-1])
+    (*_, wanted), (*_, found) = rounds[-1]
+    assert wanted is None or torch.equal(wanted, found)
+    counted = [(one, two) for (one, *_), (two, *_) in rounds[options.warmup_rounds :]]
+    used = statistics.median(two / one for (_, one, _), (_, two, _) in rounds[options.warmup_rounds :])
+    low, middle, high = statistics.quantiles([two / one for one, two in counted], n=4)
+    medians = [statistics.median(column) for column in zip(*counted, strict=True)]
+    lines = [
+        f"Llama: hidden {options.hidden}, {options.layers} layers, vocabulary {options.vocabulary}; "
+        f"{options.new_tokens} tokens after {options.batch} prompts of {options.sequence}; tp_size {options.tp_size}, "
+        f"pp_size {options.pp_size}; {options.rounds} rounds, in turn; the same tokens",
+        columns(
+            ("model", "median ms"), [(n, f"{1e3 * m:.1f}") for n, m in zip(("stock", "cut"), medians, strict=True)]
+        ),
+        f"ratio over rounds: median {middle:.2f}, quartiles {low:.2f} to {high:.2f}",
+        f"ratio of the CPU seconds of rank 0, median: {used:.2f}",
+    ]
+    return "\n".join(lines), {"rounds": counted, "cpu_ratio": used}
 
 
 # -- memory of DPO -------------------------------------------------------------------------------------------------
@@ -329,6 +404,7 @@ STUDIES: Mapping[str, Callable[[argparse.Namespace], tuple[str, Any]]] = {
     "stock": compare_with_stock,
     "loss": compare_losses,
     "sft": compare_sft,
+    "generate": compare_generation,
     "memory": compare_memory,
 }
 
