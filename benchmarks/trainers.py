@@ -10,10 +10,15 @@ not count. The studies:
     stock   HelixTrainer on one process beside transformers.Trainer: what the library costs where it cannot help
     loss    HelixTrainer with `compute_loss_func`, the next-token loss of Transformers, beside its built-in loss; the
             allocator keeps freed memory, as that of a GPU does: otherwise the kernel maps the logits anew each time
+    sft     TRL's SFTTrainer of a mixture under the mixin beside HelixTrainer with its built-in loss; both with the loss
+            of routers, of which SFTTrainer takes the mean over micro-batches
+    generate  tokens of the cut model's own `generate` beside those of the stock model on one process
     memory  a step of TRL's DPOTrainer with its chunked head, under the mixin beside the stock one on one process
 
     python -m benchmarks.trainers stock
     python -m benchmarks.trainers loss --tp_size 2
+    python -m benchmarks.trainers sft --ep_size 2
+    python -m benchmarks.trainers generate --tp_size 2 --new_tokens 32
     python -m benchmarks.trainers memory --tp_size 2 --vocabulary 128256
 """
 
@@ -28,8 +33,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
-from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_callback import PrinterCallback
 
@@ -37,7 +50,7 @@ from benchmarks.common import add_outputs, columns, facts, llama, options_of, sa
 from benchmarks.ranks import Ranks
 from hf_helix import HelixConfig, HelixTrainer, HelixTrainerMixin
 
-TARGETS = {"stock": 1.10, "loss": 1.03, "memory": 1.0}
+TARGETS = {"stock": 1.10, "loss": 1.03, "sft": 1.03, "memory": 1.0}
 """At most so many times what stands first in the table."""
 
 STOCK, HELIX = "transformers.Trainer", "HelixTrainer"
@@ -51,7 +64,19 @@ KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": 2**30, "MALLOC_TRIM_THRESHOLD_": 2**32
 
 def main() -> None:
     model = {"hidden": 256, "layers": 4, "heads": 8, "kv_heads": 4, "vocabulary": 4096, "sequence": 256}
-    parser = options_of(__doc__, **model, batch=2, accumulation=4, tp_size=1, rounds=12, warmup_rounds=2, steps=4)
+    parser = options_of(
+        __doc__,
+        **model,
+        batch=2,
+        accumulation=4,
+        tp_size=1,
+        ep_size=1,
+        pp_size=1,
+        new_tokens=32,
+        rounds=12,
+        warmup_rounds=2,
+        steps=4,
+    )
     parser.add_argument("study", choices=STUDIES)
     add_outputs(parser)
     options = parser.parse_args()
@@ -63,7 +88,7 @@ def main() -> None:
     if options.study == "memory" and "RANK" not in os.environ:
         os.environ[STOCK_PEAK] = str(peak_of_step(stock_dpo(), options))
     os.environ |= {name: str(size) for name, size in KEEPS_MEMORY.items()}
-    Ranks(options.tp_size).run(work, options)
+    Ranks(options.tp_size * options.ep_size * options.pp_size).run(work, options)
 
 
 def work(options: argparse.Namespace) -> None:
@@ -96,14 +121,25 @@ class StepTimer(TrainerCallback):
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self.ends: list[float] = []
+        self.used: list[float] = []
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.ends.append(time.perf_counter())
+        self.used.append(time.process_time())
 
     @property
     def seconds(self) -> float:
         """The median of a round."""
         return statistics.median(end - start for start, end in itertools.pairwise(self.ends))
+
+    @property
+    def cpu_seconds(self) -> float:
+        """The median of a round, of this process on its cores: other jobs of the machine hardly change it."""
+        return statistics.median(end - start for start, end in itertools.pairwise(self.used))
+
+
+Maker = Callable[[str], Trainer]
+"""Makes a trainer that writes to a folder."""
 
 
 def make_model(sizes: Any) -> LlamaForCausalLM:
@@ -131,15 +167,82 @@ def make_trainer(
     batch = {"per_device_train_batch_size": sizes.batch, "gradient_accumulation_steps": sizes.accumulation}
     quiet: dict[str, Any] = {"report_to": "none", "disable_tqdm": True}
     args = TrainingArguments(folder, max_steps=sizes.steps + 1, **usual, **batch, **quiet, **arguments)
-    data = RandomTokens(sizes.batch * sizes.accumulation * args.max_steps, sizes.sequence, sizes.vocabulary)
+    count = sizes.batch * sizes.accumulation * args.max_steps * getattr(sizes, "ep_size", 1)
+    data = RandomTokens(count, sizes.sequence, sizes.vocabulary)
     given: dict[str, Any] = {"model": model, "args": args, "train_dataset": data, "compute_loss_func": loss}
     trainer = Trainer(**given) if helix is None else HelixTrainer(**given, helix_config=helix)
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
+def make_mixture(sizes: Any, coefficient: float) -> MixtralForCausalLM:
+    """Returns a Mixtral of the sizes of `make_model`, with four experts and a loss of routers."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.intermediate,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        vocab_size=sizes.vocabulary,
+        max_position_embeddings=sizes.sequence,
+        num_local_experts=4,
+        output_router_logits=True,
+        router_aux_loss_coef=coefficient,
+        pad_token_id=0,
+    )
+    return MixtralForCausalLM(config)
+
+
+def make_sft(model: Any, sizes: Any, folder: str, helix: HelixConfig) -> Trainer:
+    """Returns TRL's trainer under the mixin with the data of `make_trainer`."""
+    import trl
+    from datasets import Dataset
+
+    kind = type("Made", (HelixTrainerMixin, trl.SFTTrainer), {})
+    batch = {"per_device_train_batch_size": sizes.batch, "gradient_accumulation_steps": sizes.accumulation}
+    usual = {"optim": "adamw_torch_fused", "learning_rate": 1e-4, "save_strategy": "no", "logging_strategy": "no"}
+    quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+    args = trl.SFTConfig(folder, max_steps=sizes.steps + 1, max_length=None, **batch, **usual, **quiet)
+    count = sizes.batch * sizes.accumulation * args.max_steps * getattr(sizes, "ep_size", 1)
+    rows = RandomTokens(count, sizes.sequence, sizes.vocabulary).tokens
+    data = Dataset.from_dict({"input_ids": rows.tolist()})
+    trainer = kind(model=model, args=args, train_dataset=data, processing_class=few_words(), helix_config=helix)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def few_words() -> Any:
+    """Returns a tokenizer of five words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2, "b": 3, "c": 4}, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+
+
 def compare_with_stock(options: argparse.Namespace) -> tuple[str, Any]:
-    return compare({STOCK: (None, None), HELIX: (HelixConfig(tp_size=1), None)}, options)
+    return compare(llamas({STOCK: (None, None), HELIX: (HelixConfig(tp_size=1), None)}, options), options)
+
+
+def llamas(kinds: Mapping[str, tuple[HelixConfig | None, Any]], options: argparse.Namespace) -> dict[str, Maker]:
+    """Returns what makes trainers of copies of one Llama, from the options and the loss of each."""
+    model = make_model(options)
+
+    def maker(helix: HelixConfig | None, loss: Any) -> Maker:
+        return lambda folder: make_trainer(copy.deepcopy(model), options, folder, helix, loss, use_cpu=True)
+
+    return {name: maker(helix, loss) for name, (helix, loss) in kinds.items()}
+
+
+def compare_sft(options: argparse.Namespace) -> tuple[str, Any]:
+    helix = HelixConfig(tp_size=options.tp_size, ep_size=options.ep_size, plan="greedy")
+    alike = make_mixture(options, 0.02 / options.accumulation / options.ep_size)  # the Trainer adds these up
+    makers: dict[str, Maker] = {
+        "built-in loss": lambda folder: make_trainer(alike, options, folder, helix, use_cpu=True),
+        "SFTTrainer with the mixin": lambda folder: make_sft(make_mixture(options, 0.02), options, folder, helix),
+    }
+    return compare(makers, options)
 
 
 def compare_losses(options: argparse.Namespace) -> tuple[str, Any]:
@@ -147,45 +250,96 @@ def compare_losses(options: argparse.Namespace) -> tuple[str, Any]:
         return ForCausalLMLoss(outputs.logits, labels, outputs.logits.shape[-1], num_items_in_batch)
 
     helix = HelixConfig(tp_size=options.tp_size, plan="greedy")
-    return compare({"built-in loss": (helix, None), "loss of one's own": (helix, next_token)}, options)
+    kinds = {"built-in loss": (helix, None), "loss of one's own": (helix, next_token)}
+    return compare(llamas(kinds, options), options)
 
 
-def compare(kinds: Mapping[str, tuple[HelixConfig | None, Any]], options: argparse.Namespace) -> tuple[str, Any]:
+def compare(kinds: Mapping[str, Maker], options: argparse.Namespace) -> tuple[str, Any]:
     """Trains two kinds of trainers in turn.
 
     Args:
-        kinds: the options and the loss of each, by name; ratios are over the first.
+        kinds: what makes them, by name; ratios are over the first.
         options: of the command.
     """
-    model, rounds = make_model(options), []
+    rounds = []
     with tempfile.TemporaryDirectory() as folder:
-        trainers = {
-            name: make_trainer(copy.deepcopy(model), options, folder, helix, loss, use_cpu=True)
-            for name, (helix, loss) in kinds.items()
-        }
+        trainers = {name: make(folder) for name, make in kinds.items()}
         timers = {name: StepTimer() for name in kinds}
         for name, timer in timers.items():
             trainers[name].add_callback(timer)
         for number in range(options.warmup_rounds + options.rounds):
             order = list(kinds) if number % 2 == 0 else list(reversed(kinds))
             losses = {name: trainers[name].train().training_loss for name in order}
-            rounds.append({name: (timers[name].seconds, losses[name]) for name in kinds})
+            rounds.append({name: (timers[name].seconds, losses[name], timers[name].cpu_seconds) for name in kinds})
     first, second = kinds
     counted = rounds[options.warmup_rounds :]
     seconds = {name: statistics.median(each[name][0] for each in counted) for name in kinds}
     ratios = [each[second][0] / each[first][0] for each in counted]
     low, middle, high = statistics.quantiles(ratios, n=4)
+    used = statistics.median(each[second][2] / each[first][2] for each in counted)
     apart = max(abs(each[first][1] - each[second][1]) for each in rounds)
     lines = [
-        f"Llama: hidden {options.hidden}, {options.layers} layers, vocabulary {options.vocabulary}, sequence "
-        f"{options.sequence}; tp_size {options.tp_size}, {options.accumulation} micro-batches of {options.batch}; "
-        f"{options.rounds} rounds of {options.steps} steps each, in turn",
+        f"{type(trainers[first].model).__name__}: hidden {options.hidden}, {options.layers} layers, vocabulary "
+        f"{options.vocabulary}, sequence {options.sequence}; tp_size {options.tp_size}, ep_size {options.ep_size}, "
+        f"{options.accumulation} micro-batches of {options.batch}; {options.rounds} rounds of {options.steps} steps "
+        "each, in turn",
         columns(("trainer", "median step ms"), [(name, f"{1e3 * each:.1f}") for name, each in seconds.items()]),
         f"ratio over rounds: median {middle:.3f}, quartiles {low:.3f} to {high:.3f}, from {min(ratios):.3f} to "
         f"{max(ratios):.3f}; target: at most {TARGETS[options.study]:.2f}",
+        f"ratio of the CPU seconds of rank 0, median: {used:.3f}",
         f"largest difference between the mean losses of a round: {apart:.1e}",
     ]
-    return "\n".join(lines), {"seconds": seconds, "ratios": ratios, "largest_loss_difference": apart, "rounds": rounds}
+    return "\n".join(lines), {
+        "seconds": seconds,
+        "ratios": ratios,
+        "cpu_ratio": used,
+        "largest_loss_difference": apart,
+        "rounds": rounds,
+    }
+
+
+# -- generation ----------------------------------------------------------------------------------------------------
+
+
+def compare_generation(options: argparse.Namespace) -> tuple[str, Any]:
+    """Generates greedily, with a cache, in turn; the stock model on rank 0 while the others wait."""
+    stock = make_model(options)
+    helix = HelixConfig(tp_size=options.tp_size, pp_size=options.pp_size, plan="greedy")
+    with tempfile.TemporaryDirectory() as folder:
+        cut = make_trainer(copy.deepcopy(stock), options, folder, helix, use_cpu=True).model
+    prompts = RandomTokens(options.batch, options.sequence, options.vocabulary).tokens
+    count = {"max_new_tokens": options.new_tokens, "min_new_tokens": options.new_tokens, "do_sample": False}
+
+    def seconds(model: Any, runs: bool) -> tuple[float, float, Any]:
+        dist.barrier()
+        start, used = time.perf_counter(), time.process_time()
+        found = model.generate(prompts, **count) if runs else None
+        used = time.process_time() - used
+        dist.barrier()
+        return time.perf_counter() - start, used, found
+
+    rounds = []
+    for number in range(options.warmup_rounds + options.rounds):
+        kinds = [(stock, options.rank == 0), (cut, True)]
+        times = [seconds(*each) for each in (kinds if number % 2 == 0 else kinds[::-1])]
+        rounds.append(times if number % 2 == 0 else times[::-1])
+    (*_, wanted), (*_, found) = rounds[-1]
+    assert wanted is None or torch.equal(wanted, found)
+    counted = [(one, two) for (one, *_), (two, *_) in rounds[options.warmup_rounds :]]
+    used = statistics.median(two / one for (_, one, _), (_, two, _) in rounds[options.warmup_rounds :])
+    low, middle, high = statistics.quantiles([two / one for one, two in counted], n=4)
+    medians = [statistics.median(column) for column in zip(*counted, strict=True)]
+    lines = [
+        f"Llama: hidden {options.hidden}, {options.layers} layers, vocabulary {options.vocabulary}; "
+        f"{options.new_tokens} tokens after {options.batch} prompts of {options.sequence}; tp_size {options.tp_size}, "
+        f"pp_size {options.pp_size}; {options.rounds} rounds, in turn; the same tokens",
+        columns(
+            ("model", "median ms"), [(n, f"{1e3 * m:.1f}") for n, m in zip(("stock", "cut"), medians, strict=True)]
+        ),
+        f"ratio over rounds: median {middle:.2f}, quartiles {low:.2f} to {high:.2f}",
+        f"ratio of the CPU seconds of rank 0, median: {used:.2f}",
+    ]
+    return "\n".join(lines), {"rounds": counted, "cpu_ratio": used}
 
 
 # -- memory of DPO -------------------------------------------------------------------------------------------------
@@ -214,14 +368,10 @@ def peak_of_step(kind: Any, options: argparse.Namespace) -> int:
     """Returns the peak of the second step; the first makes the gradients."""
     import trl
     from datasets import Dataset
-    from tokenizers import Tokenizer, models, pre_tokenizers
 
     from hf_helix.measure.memory import LiveBytes
     from hf_helix.runtime.divided import plain_parameters
 
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2, "b": 3, "c": 4}, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
     config = llama(options.hidden, options.layers, options.vocabulary, options.heads, pad_token_id=0)
     half = options.sequence // 2
     texts = [{"prompt": "a " * half, "chosen": "b " * half, "rejected": "c " * half}] * 2 * options.batch
@@ -234,7 +384,7 @@ def peak_of_step(kind: Any, options: argparse.Namespace) -> int:
             "ref_model": LlamaForCausalLM(config),
             "args": trl.DPOConfig(folder, max_steps=1, save_strategy="no", **batch, **usual),
             "train_dataset": Dataset.from_list(texts),
-            "processing_class": tokenizer,
+            "processing_class": few_words(),
         }
         if issubclass(kind, HelixTrainerMixin):
             given["helix_config"] = HelixConfig(tp_size=options.tp_size, plan="greedy")
@@ -253,6 +403,8 @@ def peak_of_step(kind: Any, options: argparse.Namespace) -> int:
 STUDIES: Mapping[str, Callable[[argparse.Namespace], tuple[str, Any]]] = {
     "stock": compare_with_stock,
     "loss": compare_losses,
+    "sft": compare_sft,
+    "generate": compare_generation,
     "memory": compare_memory,
 }
 

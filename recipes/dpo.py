@@ -75,10 +75,10 @@ def read_preferences(name: str | None, split: str = "train") -> Dataset:
     return Dataset.from_list(rows)
 
 
-def make_tiny(args: TrainingArguments) -> str:
-    """A folder with a tiny Llama of random weights and its tokenizer."""
+def make_tiny(args: TrainingArguments, model: str = "tiny-llama") -> str:
+    """A folder with a tiny model of random weights and its tokenizer; a Llama, or another folder of `models`."""
     folder = Path(args.output_dir, "start")
-    config = read_config(str(MODELS / "tiny-llama"), "")
+    config = read_config(str(MODELS / model), "")
     with args.main_process_first(local=False):  # one writes for all machines
         if args.process_index == 0:
             pairs = read_pairs("")

@@ -1,6 +1,8 @@
 """Train on rewards of the model's own completions with TRL's GRPOTrainer, over several ranks.
 
     accelerate launch --config_file accelerate_configs/cpu_tp2.yaml recipes/grpo.py
+    accelerate launch --config_file accelerate_configs/cpu_ep2.yaml recipes/grpo.py --tiny tiny-mixtral \\
+        --use_peft --lora_target_modules all-linear
     accelerate launch --config_file LAYOUT recipes/grpo.py --model_name_or_path MODEL --dataset_name PROMPTS \\
         --reward_model runs/reward --beta 0.04
 
@@ -9,7 +11,9 @@ In:   a model with its tokenizer, a dataset (a name, or a folder of JSONL files)
       tiny model with random weights, the questions of sft.py, and a reward for the letter e.
 Out:  an ordinary Hugging Face checkpoint with its tokenizer.
 
-The cut model generates the completions. Every field of TRL's GRPOConfig and ModelConfig is a flag, too.
+The cut model generates the completions; with `--use_vllm --vllm_mode server`, a server of vLLM does. Adapters of
+`all-linear` are on attention and on the experts of a mixture. Every field of TRL's GRPOConfig and ModelConfig is a
+flag, too.
 """
 
 from dataclasses import dataclass, field
@@ -34,17 +38,19 @@ class RecipeArguments(ScriptArguments):
     """What to train on, and for what."""
 
     reward_model: str = field(default="", metadata={"help": "a folder or a name; default: a reward for the letter e"})
+    tiny: str = field(default="tiny-llama", metadata={"help": "the tiny model, a folder of recipes/models"})
 
 
 GENERATION = {"num_generations": 4, "max_completion_length": 16, "max_steps": 16, "learning_rate": 1e-2}
+ADAPTERS = {"lora_dropout": 0.0}  # PEFT has none for adapters of experts
 
 
 def main() -> None:
     parser = TrlParser((RecipeArguments, GRPOConfig, ModelConfig))
-    parser.set_defaults(**{**DEFAULTS, "output_dir": "runs/grpo", **GENERATION})
+    parser.set_defaults(**{**DEFAULTS, "output_dir": "runs/grpo", **GENERATION, **ADAPTERS})
     script, args, options = parser.parse_args_and_config()
     set_seed(args.seed)
-    name = options.model_name_or_path or make_tiny(args)
+    name = options.model_name_or_path or make_tiny(args, script.tiny)
 
     trainer = HelixGRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32),

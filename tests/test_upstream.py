@@ -66,6 +66,7 @@ OWNED: dict[str, str] = {
     "trl.trainer.distillation_trainer": "ChunkedDivergenceFunction",
     "trl.trainer.grpo_trainer:GRPOTrainer": "_generate_and_score_completions",
     "trl.trainer.dpo_trainer:DPOTrainer": "_precompute_ref_logps",
+    "trl.generation.vllm_generation:VLLMGeneration": "_iter_named_params sync_weights generate",
     "transformers.utils.generic": "TransformersKwargs",
     "accelerate.utils.modeling": "get_mixed_precision_context_manager",
     "torch": "_foreach_norm _has_compatible_shallow_copy_type _foreach_copy_ _foreach_div_",
@@ -107,6 +108,9 @@ MENTIONED: dict[str, str] = {
     "transformers.integrations.integration_utils:WandbCallback.__init__": "_log_model",
     "accelerate.hooks:add_hook_to_module": "_hf_hook",
     "trl.trainer.dpo_trainer:DPOTrainer.__init__": "_tp_size",
+    "trl.generation.vllm_generation:VLLMGeneration.sync_weights": "_weight_metadata _iter_named_params",
+    "trl.generation.vllm_generation:VLLMGeneration.__init__": "mode enable_sleep_mode accelerator",
+    "trl.trainer.grpo_trainer:GRPOTrainer.__init__": "vllm_generation",
     "peft.tuners.lora:LoraLayer.__init__": "lora_A lora_B lora_embedding_A lora_embedding_B lora_dropout scaling "
     "lora_variant merged_adapters",
     "peft.utils.other:ModulesToSaveWrapper.init_modules": "modules_to_save",
@@ -136,6 +140,9 @@ TAKES: dict[str, str] = {
     "transformers.models.mixtral.modeling_mixtral:MixtralExperts._apply_gate": "self, gate_up_out",
     "transformers.models.phimoe.modeling_phimoe:PhimoeExperts._apply_gate": "self, gate_up_out",
     "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeExperts._apply_gate": "self, gate_up_out",
+    "trl.generation.vllm_generation:VLLMGeneration._iter_named_params": "self",
+    "trl.generation.vllm_generation:VLLMGeneration.sync_weights": "self",
+    "trl.generation.vllm_generation:VLLMGeneration.generate": "self, prompts, images, num_generations, profiler=",
     "accelerate.accelerator:Accelerator.clip_grad_norm_": "self, parameters, max_norm, norm_type=",
     "accelerate.accelerator:Accelerator.gather_for_metrics": "self, input_data, use_gather_object=",
 }

@@ -280,6 +280,17 @@ def full_of(value: Tensor) -> Tensor:
         return _full(value)
 
 
+def start_full(value: Tensor, reader: int | None = None) -> Callable[[], Tensor]:
+    """Starts to gather a parameter, see `Division.start_gather`. Collective if divided. The function that is returned
+    gives the values of an ordinary tensor in the memory of the tensor itself."""
+    with full_parameters(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        if not isinstance(value, DividedTensor):
+            held = value.detach()
+            return lambda: held
+        division: Division = value._division
+        return division.start_gather(_held(value), reader)
+
+
 def elements_of(value: Tensor) -> Tensor | None:
     """Returns this rank's elements of a divided tensor; None for other tensors, and for views."""
     if not isinstance(value, DividedTensor) or value._path:

@@ -10,7 +10,7 @@ A gradient on a rank is the full loss's; if the gradients of several ranks are s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from hf_helix.operators.vocabulary.logits import divided_logits
 from hf_helix.operators.vocabulary.lookup import lookup
 from hf_helix.operators.vocabulary.slices import changed_gradient, sliced_linear, start_sum
 from hf_helix.runtime.distributed.agreement import agree_on_action
-from hf_helix.runtime.distributed.mesh import Mesh, world_size
+from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.local_parameters import LocalParameter
 
@@ -103,12 +103,41 @@ class Division:
 
     def gather(self, held: Tensor) -> Tensor:
         """Returns the full tensor on every rank. Collective over all ranks."""
+        full = self._with_zeros(held)
+        self.sum(full.view(-1).view(torch.uint8))
+        return full.to(held.device)
+
+    def start_gather(self, held: Tensor, reader: int | None = None) -> Callable[[], Tensor]:
+        """Starts to gather the full tensor, for one reader or for all ranks. Collective over all ranks, which are not
+        compared.
+
+        Returns:
+            A function that waits, and returns the full tensor on `Mesh.device`; on ranks that do not read, a tensor
+            without memory.
+        """
+        full = self._with_zeros(held)
+        bits, work = full.view(-1).view(torch.uint8), None
+        if world_size() > 1 and reader is None:
+            work = dist.all_reduce(bits, async_op=True)
+        elif world_size() > 1:
+            work = dist.reduce(bits, reader, async_op=True)
+
+        def finish() -> Tensor:
+            if work is not None:
+                work.wait()
+            if reader not in (None, rank()):
+                full.untyped_storage().resize_(0)  # now: the thread of a transfer may keep it for a moment
+            return full
+
+        return finish
+
+    def _with_zeros(self, held: Tensor) -> Tensor:
+        """Returns a tensor of the full shape with this rank's elements, whose bits all ranks add up to the full one."""
         full = torch.zeros(self.shape, dtype=held.dtype, device=self.mesh.device)
         if self.counts:
             for piece, place in self._boxes(held):
                 full[place] = piece
-        self.sum(full.view(-1).view(torch.uint8))  # bits, and zeros from the others
-        return full.to(held.device)
+        return full
 
     def sum(self, tensor: Tensor) -> None:
         """Sums a tensor on `Mesh.device` over all ranks, in place. Collective."""

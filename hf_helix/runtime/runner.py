@@ -234,7 +234,8 @@ class Runner:
         """Returns this rank's program for a window of a number of micro-batches."""
         if num_microbatches not in self._programs:
             program = self.build_program(self.scheduler(num_microbatches), (self._output,))
-            validate_program(program.once, [self._output_gradient], self.layout, program.slots)
+            given = [self._output_gradient, *self._absent]
+            validate_program(program.once, given, self.layout, program.slots)
             self._programs[num_microbatches] = program
         return self._programs[num_microbatches]
 

@@ -13,7 +13,7 @@ from hf_helix import HelixConfig, HelixTrainerMixin
 
 VOCABULARY = 283  # bytes, some merges, the end; divides by nothing
 END = "<|endoftext|>"
-FIGURES = ("entropy", "mean_token_accuracy", "num_tokens")
+FIGURES = ("entropy", "mean_token_accuracy", "num_tokens", "aux_loss")
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ': ' }}{% if m['role'] == 'assistant' %}{% generation %}"
     "{{ m['content'] + eos_token }}{% endgeneration %}{% else %}{{ m['content'] + ' ' }}{% endif %}{% endfor %}"
@@ -25,7 +25,7 @@ def mixed(stock: Any, helix: dict[str, Any] | None, **options: Any) -> Any:
     if helix is None:
         return stock(**options)
     kind = type("Mixed", (HelixTrainerMixin, stock), {})
-    return kind(**options, helix_config=HelixConfig(plan="greedy", cache=False, **helix))
+    return kind(**options, helix_config=HelixConfig(**{"plan": "greedy", "cache": False, **helix}))
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -106,8 +106,8 @@ def train(folder: str, tokenizer: str, helix: dict[str, Any] | None, **options: 
     evaluated = trainer.evaluate()
     result = {
         "figures": {
-            **{name: [entry[name] for entry in logs] for name in FIGURES},
-            **{f"eval_{name}": [evaluated[f"eval_{name}"]] for name in FIGURES},
+            **{name: [entry[name] for entry in logs] for name in FIGURES if name in logs[0]},
+            **{f"eval_{name}": [evaluated[f"eval_{name}"]] for name in FIGURES if name in logs[0]},
         },
         "losses": [entry["loss"] for entry in logs],
         "norms": [float(entry["grad_norm"]) for entry in logs],
@@ -116,6 +116,7 @@ def train(folder: str, tokenizer: str, helix: dict[str, Any] | None, **options: 
         "logged": sorted(set().union(*logs)),
         "documents": int((batch["position_ids"] == 0).sum()) if "position_ids" in batch else 0,
         "rows": len(batch["input_ids"]),
+        "own": helix is not None and trainer.helix.ends_at_decoder,
         "trained": float((batch["labels"] != -100).float().mean()),
     }
     trainer.save_model(folder)

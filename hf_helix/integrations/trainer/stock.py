@@ -170,6 +170,16 @@ class StockTrainer:
         """
         return found
 
+    def batch_factor(self, num_parts: int, dp_size: float) -> float:
+        """Returns the factor of a loss of a micro-batch as a whole, such as the loss of routers, before gradients are
+        averaged over the data-parallel ranks.
+
+        Args:
+            num_parts: the number of micro-batches of the step.
+            dp_size: the factor of losses of tokens for that average.
+        """
+        return dp_size
+
     def log_entries(self, training: bool) -> dict[str, float]:
         """Returns the class's additions to a log."""
         return {}

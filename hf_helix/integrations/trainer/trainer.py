@@ -40,6 +40,7 @@ from hf_helix.integrations.trainer.evaluation import EvaluationHooks
 from hf_helix.integrations.trainer.hyperparameter_search import SearchHooks
 from hf_helix.integrations.trainer.model_card import write_card
 from hf_helix.integrations.trainer.references import cut_fused_head, cut_references, num_layers_of
+from hf_helix.integrations.trainer.rollouts import check_rollouts, feed_rollouts
 from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall, put_aside, take_out
 from hf_helix.integrations.trainer.training_step import WindowHooks
 from hf_helix.integrations.trainer.trl import (
@@ -154,6 +155,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             self._cut(self.model)
             if counts_once:
                 count_batches_once(self, ranks_per_batch)
+            feed_rollouts(self, self.helix)
             if self.place_model_on_device:
                 self._move_model_to_device(self.model, self.args.device)
         if getattr(self.model, "is_loaded_in_4bit", False):
@@ -205,6 +207,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         """Cuts the model that a class hands to `Trainer.__init__`; one that its own code calls is cut when that code
         has made what else it needs of the whole model."""
         self._has_own_loss = has_own_loss(self, model, self._loss_function)
+        check_rollouts(self.args, model)
         if not self._has_own_loss:
             self._cut(model)
         elif self.helix_config.ranks_per_batch > 1 or self.helix_config.shard_parameters:

@@ -286,7 +286,8 @@ class WindowHooks(PreemptionHooks):
         tokens = torch.as_tensor(
             factor if num_items is None else factor / num_items, dtype=torch.float32, device=self.args.device
         )
-        return LossScale(tokens, self.helix.mesh.dp_size if averages else 1.0)
+        dp_size = self.helix.mesh.dp_size if averages else 1.0
+        return LossScale(tokens, self._stock.batch_factor(num_parts, dp_size))
 
     def _scale_of_one(self, inputs: Mapping[str, Any], num_items: Any) -> LossScale:
         """Returns the factors for a single micro-batch. Without `num_items`, the stock Trainer divides the mean loss of

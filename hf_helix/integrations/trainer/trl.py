@@ -25,6 +25,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 
 from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall
 from hf_helix.models.derived.model_code import has_head_beside, has_stock_loss
+from hf_helix.models.graph.balance import balance_of
 from hf_helix.models.registry import REGISTERED
 from hf_helix.models.stock.batch_inputs import count_targets
 from hf_helix.models.stock.causal_lm import has_causal_head
@@ -120,17 +121,28 @@ def count_tokens_once(trainer: Any) -> None:
 
 
 def settle_routers(args: Any, model: Any) -> bool:
-    """Writes into a model's configuration whether SFTTrainer adds a loss of routers, which it would do after the cut.
+    """Writes into a model whether SFTTrainer adds a loss of routers, and its factor, which it would do after the cut.
 
     Returns:
-        Whether it does; it weighs that loss in its own way.
+        Whether it does.
     """
     config, asked = model.config.get_text_config(), args.router_aux_loss_coef
     coefficient = getattr(config, "router_aux_loss_coef", 0.0) if asked is None else asked
     is_added = hasattr(config, "output_router_logits") and coefficient != 0.0
     if hasattr(config, "router_aux_loss_coef"):
         config.output_router_logits, config.router_aux_loss_coef = is_added, coefficient
+    if hasattr(base_of(model), "router_aux_loss_coef"):
+        base_of(model).router_aux_loss_coef = coefficient
     return is_added
+
+
+def _is_built_in(args: Any, model: Any) -> bool:
+    """Returns whether SFTTrainer's loss with a loss of routers is the one of the plan: the routers' is Mixtral's, and
+    the labels are not smoothed, since SFTTrainer then leaves it out."""
+    try:
+        return not args.label_smoothing_factor and balance_of(base_of(model)) is not None
+    except ValueError:
+        return False
 
 
 def _tokens_of(batch: Any) -> Tensor:
@@ -148,22 +160,30 @@ class StockSFTTrainer(StockTrainer):
         self._tokens: Any = 0
 
     def take_losses(self, trainer: Any, batches: Sequence[Any], found: Tensor) -> Tensor:
-        """Keeps entropy, right predictions, targets and tokens [micro-batches, 4], summed as SFTTrainer does."""
+        """Keeps entropy, right predictions, targets and tokens [micro-batches, 4], summed as SFTTrainer does, and the
+        mean loss of routers, if any."""
         counts = torch.stack([torch.stack((count_targets(batch), _tokens_of(batch))) for batch in batches])
-        rows = torch.cat((found[:, 1:], counts.to(found)), 1)[None]
-        rows = trainer.accelerator.gather_for_metrics(rows).sum(0)
+        rows = torch.cat((found[:, 1:3], counts.to(found), found[:, 3:]), 1)[None]
+        of_ranks = trainer.accelerator.gather_for_metrics(rows)
+        rows = torch.cat((of_ranks[..., :4].sum(0), of_ranks[..., 4:].mean(0)), 1)
         self._kept[trainer.model.training].append(rows)
         self._tokens += rows[:, 3].sum(dtype=torch.float64) if trainer.model.training else 0
         return found[:, 0]
+
+    def batch_factor(self, num_parts: int, dp_size: float) -> float:
+        """Returns the factor of the loss of routers: SFTTrainer averages it over micro-batches and ranks."""
+        return 1 / num_parts
 
     def log_entries(self, training: bool) -> dict[str, float]:
         """Returns the figures since the last log, with SFTTrainer's names and averages."""
         kept, self._kept[training] = self._kept[training], []
         if not kept:
             return {}
-        entropy, right, targets, _ = torch.cat(kept).unbind(1)
+        entropy, right, targets, _, *routers = torch.cat(kept).unbind(1)
         means = {"entropy": entropy, "mean_token_accuracy": right}
         entries = {name: float((sums / targets.clamp(min=1)).mean()) for name, sums in means.items()}
+        if routers:
+            entries["aux_loss"] = float(routers[0].mean())
         entries["num_tokens"] = int(self._tokens)
         return entries if training else {f"eval_{name}": value for name, value in entries.items()}
 
@@ -178,7 +198,9 @@ def has_own_loss(trainer: Any, model: Any, compute_loss_func: Any) -> bool:
     is_sft = name_of(owner) == SFT_TRAINER
     if (owner is not Trainer and not is_sft) or compute_loss_func is not None:
         return True
-    if is_sft and (settle_routers(trainer.args, model) or trainer.args.loss_type != "nll"):
+    if is_sft and settle_routers(trainer.args, model) and not _is_built_in(trainer.args, model):
+        return True
+    if is_sft and trainer.args.loss_type != "nll":
         return True
     base = base_of(model)
     is_declared = type(base).__name__ in REGISTERED
@@ -203,11 +225,9 @@ def settle_generation(call: TrainerCall, ranks_per_batch: int) -> None:
     The training arguments belong to the user, so the trainer gets a copy.
 
     Raises:
-        ValueError: the rest does not hold whole groups of generations; or vLLM would generate.
+        ValueError: the rest does not hold whole groups of generations.
     """
     args = copy.copy(call.get("args"))
-    if getattr(args, "use_vllm", False):
-        raise ValueError("use_vllm=True: use use_vllm=False; weights of a cut model are not copied to vLLM yet")
     if not hasattr(args, _SIZE):
         return
     size = getattr(args, _SIZE) // ranks_per_batch
@@ -228,9 +248,10 @@ def count_batches_once(trainer: Any, ranks_per_batch: int) -> None:
 
 
 @contextlib.contextmanager
-def gathering_once(ranks_per_batch: int) -> Iterator[None]:
-    """Returns the context in which TRL's `gather` and `gather_object` return the values of every batch once."""
-    modules: list[Any] = [sys.modules[name] for name in _MODULES if name in sys.modules]
+def gathering_once(ranks_per_batch: int, names: Sequence[str] = _MODULES) -> Iterator[None]:
+    """Returns the context in which `gather` and `gather_object` of TRL's modules return the values of every batch
+    once."""
+    modules: list[Any] = [sys.modules[name] for name in names if name in sys.modules]
     before = [
         (module, name, getattr(module, name)) for module in modules for name in _GATHERING if hasattr(module, name)
     ]

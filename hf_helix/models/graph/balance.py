@@ -57,7 +57,8 @@ class Balance:
         return b.autograd(BALANCE, nothing, side=(COUNTED,))
 
     def add_loss(self, b: Builder, loss: str, balance: str) -> str:
-        """Adds the load-balancing loss to the loss, in the unit of the head.
+        """Adds the load-balancing loss to the loss, in the unit of the head; without its factors, it is the last of the
+        figures after the loss, if there are figures.
 
         Args:
             b: the builder of the head.
@@ -67,12 +68,17 @@ class Balance:
         for name, axis in (("tp", b.tp), ("cp", b.cp)):
             balance = b.replicate(f"{BALANCE}.{name}", balance, axis)
         layers, weight, cp_size = self.num_layers, self.coefficient, b.cp.size
+        b.num_figures += b.num_figures > 0
 
         def add(loss: Tensor, sums: Tensor, counted_rows: Tensor, balance_scale: float) -> Tensor:
             shares = sums.sum(0) / (counted_rows * layers)
-            extra = weight * balance_scale * sums.shape[-1] * (shares[0] * shares[1]).sum()
+            unweighted = sums.shape[-1] * (shares[0] * shares[1]).sum()
+            extra = weight * balance_scale * unweighted
             # Each cp rank has the sums of the full sequence; losses of the ranks are added up, gradients are not.
-            return loss + extra - extra.detach() * (1 - 1 / cp_size)
+            extra = extra - extra.detach() * (1 - 1 / cp_size)
+            if not loss.dim():
+                return loss + extra
+            return torch.cat((loss[:1] + extra, loss[1:], unweighted.detach()[None] / cp_size))
 
         return b.autograd("loss.balanced", add, loss, balance, side=(ROWS, BALANCE_SCALE))
 

@@ -76,6 +76,7 @@ class Builder:
         self.meters: list[RouterMeter] = []
         self.modules_run_as_is: list[nn.Module] = []
         self.logits: str | None = None
+        self.num_figures = 2 if self.loss_tweaks.figures else 0  # after the loss
         self.shown: list[str] = []
         self._declared: list[Operator] = []
         self._tensor_operators: dict[str, TensorOperator] = {}
@@ -239,7 +240,7 @@ class Builder:
             meters=tuple(self.meters),
             modules_run_as_is=tuple(self.modules_run_as_is),
             logits=self.logits,
-            loss_shape=(3,) if self.loss_tweaks.figures else (),
+            loss_shape=(1 + self.num_figures,) if self.num_figures else (),
             ends_at_decoder=self.loss_tweaks.ends_at_decoder,
             above=self._above,
             unread=self._unread,

@@ -92,7 +92,7 @@ class Unwrapped:
 
     def adapters(self) -> list[LowRank]:
         """Returns the active adapters that are not merged into the weights."""
-        return [] if self.lora is None else [self._adapter(name) for name in _active(self.lora)]
+        return [] if self.lora is None else [self._adapter(name) for name in active_adapters(self.lora)]
 
     def all_adapters(self) -> list[LowRank]:
         """Returns all adapters: inactive adapters are also cut and saved."""
@@ -119,7 +119,7 @@ class ParameterAdapters:
 
     def adapters(self) -> list[GroupedLowRank]:
         """Returns the active adapters that are not merged into the parameter."""
-        return [self._adapter(name) for name in _active(self.lora)]
+        return [self._adapter(name) for name in active_adapters(self.lora)]
 
     def all_adapters(self) -> list[GroupedLowRank]:
         """Returns all adapters: inactive adapters are also cut and saved."""
@@ -127,7 +127,7 @@ class ParameterAdapters:
 
     def added_to(self, parameter: Tensor) -> Tensor:
         """Returns the parameter with the additions of its active adapters, as PEFT computes them."""
-        for name in _active(self.lora):
+        for name in active_adapters(self.lora):
             parameter = parameter + self.lora.get_delta_weight(name)
         return parameter
 
@@ -150,11 +150,46 @@ class AdaptedOwner:
         return self.adapters.added_to(parameter)
 
 
-def _active(lora: Any) -> list[str]:
+def active_adapters(lora: Any) -> list[str]:
     """Returns the names of the active adapters of a layer of PEFT that are not merged."""
     if lora.disable_adapters or lora.merged:
         return []
     return [name for name in lora.active_adapters if name in lora.scaling]
+
+
+def plain_name(model: nn.Module, name: str) -> str | None:
+    """Returns the name that a tensor of a model has without PEFT's wrappers inside of it; None for weights of adapters,
+    and for copies of a module that are not in use."""
+    module: Any = model
+    plain, path = [], iter(name.split("."))
+    for part in path:
+        if hasattr(module, "modules_to_save"):
+            chosen = getattr(module, part)
+            chosen = chosen if part == "original_module" else getattr(chosen, next(path))
+            if unwrapped(module).module is not chosen:
+                return None
+            module = chosen
+            continue
+        if hasattr(module, "lora_A"):
+            if part != "base_layer":
+                return None
+        else:
+            plain.append(part)
+        module = getattr(module, part)
+    return ".".join(plain)
+
+
+def additions(model: nn.Module) -> dict[Tensor, Any]:
+    """Returns the parameters that active adapters of a model add to, each with PEFT's layer of these adapters."""
+    found: dict[Tensor, Any] = {}
+    modules: list[Any] = list(model.modules())
+    for layer in modules:
+        if hasattr(layer, "lora_A") and active_adapters(layer):
+            base = layer.get_base_layer()
+            found[getattr(base, getattr(layer, "parameter_name", "weight"))] = layer
+            if any(layer.lora_bias.get(name) for name in active_adapters(layer)):
+                found[base.bias] = layer
+    return found
 
 
 def is_parameter_wrapper(module: Any) -> bool:

@@ -124,6 +124,9 @@ def test_the_loop_around_accelerate(tmp_path: Path):
     assert "recipes/accelerate_loop.py" in README
 
 
+EXPERTS = "--tiny tiny-mixtral --use_peft --lora_target_modules all-linear"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "launch", "flags", "said"),
@@ -134,6 +137,7 @@ def test_the_loop_around_accelerate(tmp_path: Path):
         ("dpo.py", "cpu_tp2", ["--use_peft"], "held-out pairs: loss "),
         ("reward.py", "cpu_pp2", [], "held-out pairs: loss "),
         ("grpo.py", "cpu_pp2", ["--beta", "0.04"], "mean reward: "),
+        ("grpo.py", "cpu_ep2", EXPERTS.split(), "mean reward: "),
         ("grpo.py", "cpu_tp2", ["--reward_model", "reward"], "mean reward: "),  # that another recipe leaves
     ],
 )
