@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import math
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -54,6 +55,15 @@ CHOICES = {
 
 OF_A_NODE = "--machine_rank RANK --main_process_ip HOST --main_process_port 29500"
 """The arguments of `accelerate launch` on each of several nodes, besides the configuration file that they share."""
+
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+"""Of the environment of a torchrun that takes in nodes: ranks have a store of their own in every round."""
+
+WITH_FEWER_NODES = (
+    f"{OWN_STORE} HELIX_CONFIG_FILE={{file}} torchrun --nnodes {{nodes}} --nproc_per_node {{devices}} "
+    "--max-restarts 100 --rdzv-backend c10d --rdzv-endpoint HOST:29400 YOUR_SCRIPT.py"
+)
+"""The command of each node of a run with `layouts`; HOST is a node that stays."""
 
 SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
 NEEDED = {
@@ -197,6 +207,13 @@ class HelixConfig:
             `$HELIX_CACHE`, by default the folder `hf_helix` in Hugging Face's cache.
         link: emulate a link of this speed between the ranks (CPU only): "300mbit", "10gbit", "300mbit,1ms" with a
             latency, or "even": communication takes as long as computation; see docs/results.md.
+        layouts: options by the number of ranks, for runs whose nodes come and go: {32: {"tp_size": 2}, 16: {"tp_size":
+            2, "shard_optimizer": True}}. A run takes the options of its number, and the options next to `layouts` for
+            all others. `per_device_train_batch_size` and `gradient_accumulation_steps` hold for the most ranks; with
+            fewer, accumulation follows, so that a step keeps its samples. `train()` goes on from the newest whole
+            checkpoint in `output_dir`, unless given another, or `resume_from_checkpoint=False`. None for one layout
+            with any number of ranks. `hf-helix doctor --gpus 4x8,2x8 --write helix.yaml` writes them; see
+            docs/checkpoints.md.
 
     Raises:
         TypeError: a value of the wrong type.
@@ -232,6 +249,7 @@ class HelixConfig:
     link: str | None = None
     dp_replicate_size: int = 1
     verify_every: int = 0
+    layouts: Mapping[int, Mapping[str, Any]] | None = dataclasses.field(default=None, hash=False)
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Names an unknown option and the nearest known option, like the YAML; Python would name only the unknown."""
@@ -257,6 +275,31 @@ class HelixConfig:
         if self.link is not None:
             parse_link(self.link)
         self._check_files()
+        if self.layouts is not None:
+            object.__setattr__(self, "layouts", _by_number(self.layouts))
+            for world, config in self.by_world().items():
+                _check_ranks(world, config)
+
+    def by_world(self) -> dict[int, HelixConfig]:
+        """Returns the options of every number of ranks in `layouts`, the most ranks first; empty without `layouts`."""
+        return {world: self.for_world(world) for world in self.layouts or ()}
+
+    def for_world(self, world: int) -> HelixConfig:
+        """Returns the options for a number of ranks, without `layouts`.
+
+        Raises:
+            TypeError, ValueError: `layouts` has none for this number, or none that work.
+        """
+        if self.layouts is None:
+            return self
+        if world not in self.layouts:
+            numbers = ", ".join(map(str, self.layouts))
+            raise ValueError(
+                f"layouts has no layout for {world} rank{'s' * (world > 1)}, only for {numbers}; add one, such as "
+                f"layouts={{..., {world}: {{'tp_size': 1}}}}, or start as many processes as a layout has ranks"
+            )
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return HelixConfig.from_mapping({**own, "layouts": None, **self.layouts[world]}, f"layouts: {world}")
 
     def _check_numbers(self) -> None:
         for name in (*SIZES, "dp_replicate_size"):
@@ -430,6 +473,32 @@ class HelixConfig:
 
 
 _KINDS = get_type_hints(HelixConfig)
+
+
+def _by_number(layouts: Any) -> dict[int, dict[str, Any]]:
+    """Returns `layouts` by their numbers of ranks, the most ranks first; JSON has numbers as text. Raises TypeError."""
+    example = "such as layouts={4: {'tp_size': 2}, 2: {'tp_size': 2}}"
+    if not isinstance(layouts, Mapping) or not layouts:
+        raise TypeError(f"layouts must be options by numbers of ranks, {example}, or None; got {layouts!r}")
+    found = {}
+    for key, options in layouts.items():
+        world = int(key) if isinstance(key, str) and key.isdecimal() else key
+        if not _is_of(world, int) or world < 1:
+            raise TypeError(f"layouts: {key!r} is no number of ranks; use a whole number from 1 on, {example}")
+        if not isinstance(options, Mapping) or "layouts" in options:
+            raise TypeError(f"layouts: {world} must be options of one layout, {example}; got {options!r}")
+        found[world] = dict(options)
+    return dict(sorted(found.items(), reverse=True))
+
+
+def _check_ranks(world: int, config: HelixConfig) -> None:
+    """Raises ValueError for a layout that needs another number of ranks."""
+    sizes = {name: size for name in (*SIZES, "dp_replicate_size") if (size := getattr(config, name)) > 1}
+    if world % math.prod(sizes.values()):
+        raise ValueError(
+            f"layouts: {world}: {' x '.join(f'{name}={size}' for name, size in sizes.items())} must divide {world} "
+            f"ranks; use sizes whose product divides {world}, such as {{'tp_size': {math.gcd(world, config.tp_size)}}}"
+        )
 
 
 def described_options() -> dict[str, str]:

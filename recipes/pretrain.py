@@ -103,7 +103,7 @@ def main() -> None:
     recipe, args = parser.parse_args_into_dataclasses()
     set_seed(args.seed)
 
-    helix = resolve_config(None, getattr(args.parallelism_config, "config", None))
+    helix = resolve_config(None, getattr(args.parallelism_config, "given", None))
     if recipe.link:
         helix = replace(helix, link=recipe.link, tuning_share=1.0)  # the gain is what it is about
 

@@ -48,6 +48,7 @@ class Manifest:
     files: dict[str, int] = dataclasses.field(default_factory=dict)
     # the pass over the data: its number, and the step before its first one
     epoch: dict[str, int] = dataclasses.field(default_factory=dict)
+    group: int = 0  # the samples that are sorted by length together (group_by_length); 0 without
     hf_helix: str = __version__
     format: int = FORMAT
 
@@ -79,7 +80,7 @@ class Manifest:
                 f"{path} has format {data['format']}, written by hf_helix {data['hf_helix']}; this one reads format "
                 f"{FORMAT}: resume with that version, or start from its weights with from_pretrained(folder)"
             )
-        check_fields(path, data := {"epoch": {}, **data}, _FIELDS)
+        check_fields(path, data := {"epoch": {}, "group": 0, **data}, _FIELDS)
         if data["epoch"]:
             check_fields(path, data["epoch"], {"number": int, "first_step": int})
         check_fields(path, data["layout"], dict.fromkeys(("tp", "cp", "pp", "dp", "ep"), int))
@@ -127,6 +128,12 @@ class Manifest:
                 f"{folder}: a step took {_factors(self.samples)} samples, and would take {_factors(run.samples)}, so "
                 "the data would not go on where they were; change per_device_train_batch_size or "
                 "gradient_accumulation_steps so that the products are equal, or use ignore_data_skip=True"
+            )
+        if skips_data and self.group and run.group and self.group != run.group:
+            raise ValueError(
+                f"{folder}: train_sampling_strategy='group_by_length' has ordered the data by groups of "
+                f"{_groups(self)}, and would order them by groups of {_groups(run)}; change both so that the product "
+                "is the same, give the ranks as `layouts`, or use ignore_data_skip=True"
             )
 
     def check_optimizer(self, folder: Path, run: Manifest) -> None:
@@ -176,6 +183,10 @@ def _differences(saved: Parameters, present: Parameters, keys: tuple[str, ...]) 
             if saved[name][key] != present[name][key]:
                 problems.append(f"{name} has {key} {saved[name][key]}, here {present[name][key]}")
     return problems
+
+
+def _groups(manifest: Manifest) -> str:
+    return f"{manifest.group} samples (per_device_train_batch_size * gradient_accumulation_steps)"
 
 
 def _factors(factors: Mapping[str, int]) -> str:

@@ -14,6 +14,7 @@ import importlib
 import os
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_helix.cli.options import Command, argument, config_option, configuration_file, option
@@ -35,6 +36,7 @@ class CheckCommand(Command):
     examples:
       hf-helix check Qwen/Qwen3-0.6B                                the usual layouts, each over two ranks
       hf-helix check path/to/folder --tp_size 2 --pp_size 2         this layout
+      hf-helix check path/to/folder --config_file helix.yaml        the layouts that a file names
       hf-helix check Gemma2ForCausalLM                              a class of Transformers
       hf-helix check Gemma2ForCausalLM --operators                  the operators of its layers
       torchrun --nproc-per-node 2 -m hf_helix check Qwen/Qwen3-0.6B on these processes and their devices
@@ -56,6 +58,7 @@ class CheckCommand(Command):
     cp_size: int | None = config_option("cp_size", default=None)
     ep_size: int | None = config_option("ep_size", default=None)
     float8: str | None = config_option("float8", default=None, choices=FLOAT8)
+    config_file: Path | None = option(None, "a file with options, such as helix.yaml; of `layouts`, each is checked")
     imports: list[str] | None = option(None, "modules with families of your own, such as starcoder2 for starcoder2.py")
     as_is: bool = option(False, "keep the sizes of the configuration")
     operators: bool = option(
@@ -70,7 +73,12 @@ class CheckCommand(Command):
         from hf_helix.testing import configs_for, layout_text, prove_layouts
 
         asked = {name: value for name, value in self.of_config().items() if value is not None}
+        if self.config_file is not None and asked:
+            raise ValueError(
+                f"--config_file {self.config_file} with --{next(iter(asked))}: the file has the sizes; give one"
+            )
         float8 = asked.pop("float8", None)
+        layouts = _layouts_in(self.config_file) if self.config_file is not None else [asked] if asked else None
         given = self.model if is_class(self.model) else configuration_file(self.model)
         sys.path.insert(0, "")  # a console script has the folder of its own file there
         for module in self.imports or []:
@@ -81,11 +89,12 @@ class CheckCommand(Command):
         is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
         if is_launched:
             _join_ranks()
-        configs = configs_for(subject, [asked] if asked else None)
+        configs = configs_for(subject, layouts)
         misfits = _misfits(subject, configs)
         proofs = [Proof(subject.name, layout_text(each), refusal=reason) for each, reason in misfits]
-        layouts = [{**each.option_sizes, "float8": float8} for each in configs if each not in dict(misfits)]
-        for proof in prove_layouts(subject, layouts, self.imports or [], _say_start) if layouts else ():
+        fitting = [each for each in configs if each not in dict(misfits)]
+        cut = [{**each.option_sizes, "float8": float8 or each.float8} for each in fitting]
+        for proof in prove_layouts(subject, cut, self.imports or [], _say_start) if cut else ():
             proofs.append(proof)
             if not proof.refusal:
                 _say(proof, self.verbose)
@@ -100,6 +109,14 @@ class CheckCommand(Command):
         bad = any(proof.verdict in ("different", "failed") for proof in proofs)
         if bad or not any(proof.ok for proof in proofs):
             sys.exit(1)
+
+
+def _layouts_in(file: Path) -> list[Mapping[str, Any]]:
+    """Returns the sizes of the layouts that a file names, each once. Raises ValueError for wrong options."""
+    given = HelixConfig.from_file(file)
+    configs = given.by_world().values() if given.layouts is not None else [given]
+    options = [{**config.option_sizes, "float8": config.float8} for config in configs]
+    return [each for place, each in enumerate(options) if each not in options[:place]]
 
 
 def _misfits(subject: Subject, configs: Sequence[HelixConfig]) -> list[tuple[HelixConfig, str]]:

@@ -8,7 +8,7 @@ prints every reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ import yaml
 
 from hf_helix.cli.options import option, parse_count
 from hf_helix.cli.simulate import OnCluster
-from hf_helix.config import AUTO, OF_A_NODE, OFFLOADS, HelixConfig, format_rate
+from hf_helix.config import AUTO, OF_A_NODE, OFFLOADS, WITH_FEWER_NODES, HelixConfig, format_rate
 from hf_helix.doctor.processes import usable_cores
 from hf_helix.measure.progress import progress_bar
 from hf_helix.planning.collection import without_collection
@@ -26,6 +26,7 @@ from hf_helix.planning.timing.cluster import Cluster, load_cluster
 from hf_helix.planning.timing.sizes import Sizes, is_named, size_text
 
 if TYPE_CHECKING:
+    from hf_helix.doctor.case import Case
     from hf_helix.doctor.layouts import Ranking
     from hf_helix.doctor.simulated import SimulatedModel
     from hf_helix.doctor.step import Step
@@ -41,6 +42,7 @@ class DoctorCommand(OnCluster):
       hf-helix doctor --model path/to/folder --cluster a40x64 --batch_tokens 4M --why
       hf-helix doctor --model path/to/folder --cluster l40sx8 --batch_tokens 512k --lora_r 16
       hf-helix doctor --model Qwen/Qwen3-8B --cluster h100x8 --html doctor.html
+      hf-helix doctor --model Qwen/Qwen3-8B --cluster h100x8 --gpus 4x8,3x8,2x8 --write helix.yaml
 
     HelixTrainer reads what the doctor found last for a model and a number of devices, and says at the first step of a
     run on such devices, with sequences and steps about as long, if another layout is clearly faster; what is found with
@@ -60,22 +62,71 @@ class DoctorCommand(OnCluster):
     top: int = option(5, "how many layouts are shown")
     layout: str = option("", "the layout to show and write, such as 'tp 2 x pp 4'; left out, the best")
     why: bool = option(False, "also say why each other layout was dropped")
-    write: Path | None = option(None, "write the YAML that launches the best layout, or that of --layout")
+    write: Path | None = option(
+        None, "write the YAML that launches the best layout, or that of --layout; of several --gpus, a layout for each"
+    )
 
     @classmethod
     def run_all(cls, commands: Sequence[Any]) -> None:
         """Prints the best layouts; of several commands, only the best layout of each, in one table.
 
         Raises:
-            ValueError: several commands write one file, or are asked for one layout.
+            ValueError: several commands are asked for one layout, or write one file about more than numbers of devices.
         """
         first = commands[0]
         if len(commands) == 1:
             first.run()
             return
-        if unclear := [name for name in ("layout", "write", "html", "why", "tokens") if getattr(first, name)]:
+        is_one_run = len({(each.network, each.sequence_length) for each in commands}) == 1
+        about_one = ("layout", "html", "why", "tokens", *["write"] * (not is_one_run))
+        if unclear := [name for name in about_one if getattr(first, name)]:
             raise ValueError(f"--{unclear[0]} is about one answer; give one --gpus, --network and --sequence_length")
-        first._print_answers(commands)
+        if first.write:
+            first._write_layouts(commands)
+        else:
+            first._print_answers(commands)
+
+    @without_collection
+    def _write_layouts(self, commands: Sequence[DoctorCommand]) -> None:
+        """Writes the best layout for each number of devices, with equal samples in a step and in a micro-batch.
+
+        Raises:
+            ValueError: no layout fits for a number of devices, or two commands have the same number.
+        """
+        from hf_helix.doctor.layouts import BATCHES, shared_samples
+        from hf_helix.doctor.report import answer_lines
+
+        assert self.write is not None
+        clusters = [command.scaled_cluster() for command in commands]
+        numbers = [cluster.devices for cluster in clusters]
+        if len(set(numbers)) < len(numbers):
+            raise ValueError(f"--gpus: {numbers} are no different numbers of devices; a run has a layout for each")
+        asked = parse_count(self.batch_tokens, "--batch_tokens", "512k or 4M")
+        tokens = shared_samples(max(1, round(asked / self.sequence_length)), numbers) * self.sequence_length
+        like: SimulatedModel | None = None
+        models = [like := each.simulated_model(cluster, like) for each, cluster in zip(commands, clusters, strict=True)]
+        cases = list(zip(commands, models, clusters, strict=True))
+
+        def steps_with(batches: Sequence[int]) -> list[Step]:
+            return [each._proposed(model, cluster, tokens, batches) for each, model, cluster in cases]
+
+        steps = steps_with(BATCHES)
+        rows = min(step.case.batch for step in steps)
+        if any(step.case.batch != rows for step in steps):
+            steps = steps_with([rows])
+        answers = sorted(zip(clusters, steps, strict=True), key=lambda each: -each[0].devices)
+        print(f"{models[0].name} on {clusters[0].device.name}, {tokens:,} tokens in a step\n")
+        print("\n".join(answer_lines([(cluster, self.sequence_length, step) for cluster, step in answers])))
+        self.write.write_text(layouts_file(answers, self.write))
+        print(f"\n{_step_text(answers[0][1])}\n{_elastic_command(answers, self.write)}")
+
+    def _proposed(self, simulated: SimulatedModel, cluster: Cluster, tokens: int, batches: Sequence[int]) -> Step:
+        """Returns the step to train with, of exactly so many tokens, in micro-batches of one of these sizes. Raises
+        ValueError if none fits."""
+        ranking = self._ranking(simulated, cluster, tokens, off=0.0, batches=batches)
+        if not ranking.steps:
+            self._refuse(ranking, simulated, cluster, tokens)
+        return ranking.proposed(cluster)
 
     @without_collection
     def _print_answers(self, commands: Sequence[DoctorCommand]) -> None:
@@ -159,8 +210,7 @@ class DoctorCommand(OnCluster):
             case, several = chosen.case, cluster.nodes > 1
             node = f"{OF_A_NODE} " if several else ""
             print(
-                f"\nWith per_device_train_batch_size={case.batch}, gradient_accumulation_steps={case.microbatches} and "
-                f"sequences of {case.length:,} tokens{', on each node with its own RANK' if several else ''}:\n"
+                f"\n{_step_text(chosen)}{', on each node with its own RANK' if several else ''}:\n"
                 f"{size_text(case.sizes)}: accelerate launch --config_file {self.write} {node}YOUR_SCRIPT.py"
             )
 
@@ -189,20 +239,24 @@ class DoctorCommand(OnCluster):
         steps = one._search(simulated.on(other), other, tokens, leading=1).steps
         return alone_line(step, steps[0] if steps else None, cluster)
 
-    def _ranking(self, simulated: SimulatedModel, cluster: Cluster, tokens: int) -> Ranking:
-        """Returns the layouts, with states or weights on the host if that helps."""
-        ranking = self._search(simulated, cluster, tokens, self.top)
-        return self._with_offload(ranking, simulated, cluster, tokens) if self.offload == AUTO else ranking
+    def _ranking(self, simulated: SimulatedModel, cluster: Cluster, tokens: int, **of_step: Any) -> Ranking:
+        """Returns the layouts, with states or weights on the host if that helps; `of_step` are fields of `Search`."""
+        ranking = self._search(simulated, cluster, tokens, self.top, **of_step)
+        return self._with_offload(ranking, simulated, cluster, tokens, **of_step) if self.offload == AUTO else ranking
 
-    def _with_offload(self, ranking: Ranking, simulated: SimulatedModel, cluster: Cluster, tokens: int) -> Ranking:
+    def _with_offload(
+        self, ranking: Ranking, simulated: SimulatedModel, cluster: Cluster, tokens: int, **of_step: Any
+    ) -> Ranking:
         """Returns a ranking with layouts whose optimizer lies on the host, if nothing fits without or the fastest
         recomputes while devices have its states; with parameters on the host, if nothing fits with that."""
         optimizer, parameters = OFFLOADS
         recomputes = any(step.case.recompute != "none" for step in ranking.steps[:1])
         if not ranking.steps or (recomputes and not self.lora_r):
-            ranking = ranking.merged(replace(self, offload=optimizer)._search(simulated, cluster, tokens, self.top))
+            other = replace(self, offload=optimizer)
+            ranking = ranking.merged(other._search(simulated, cluster, tokens, self.top, **of_step))
         if not ranking.steps:
-            ranking = ranking.merged(replace(self, offload=parameters)._search(simulated, cluster, tokens, self.top))
+            other = replace(self, offload=parameters)
+            ranking = ranking.merged(other._search(simulated, cluster, tokens, self.top, **of_step))
         return ranking
 
     def _chosen(self, ranking: Ranking) -> Step:
@@ -246,7 +300,9 @@ class DoctorCommand(OnCluster):
                 )
         return found
 
-    def _search(self, simulated: SimulatedModel, cluster: Cluster, tokens: int, leading: int) -> Ranking:
+    def _search(
+        self, simulated: SimulatedModel, cluster: Cluster, tokens: int, leading: int, **of_step: Any
+    ) -> Ranking:
         """Returns the layouts with enough memory, the fastest first; `leading` are predicted at higher fidelity."""
         from hf_helix.doctor.layouts import Search
 
@@ -264,6 +320,7 @@ class DoctorCommand(OnCluster):
                 leading=leading,
                 layout=self.layout,
                 wanted=max(1, leading),
+                **of_step,
             ).run()
 
 
@@ -304,9 +361,28 @@ def _print_step(step: Step, title: str, simulated: SimulatedModel, cluster: Clus
 
 def launch_file(step: Step, cluster: Cluster) -> str:
     """Returns the configuration file of a layout for `accelerate launch`."""
-    from hf_helix.doctor.memory import bytes_text
+    machine = f"accelerate launch --config_file FILE {OF_A_NODE} YOUR_SCRIPT.py"
+    several = f"On every machine, with its own RANK:\n# {machine}" if cluster.nodes > 1 else ""
+    return _file(step, cluster, options_of(step.case) or {"tp_size": 1}, several)
 
-    case, usual = step.case, HelixConfig()
+
+def layouts_file(answers: Sequence[tuple[Cluster, Step]], path: Path) -> str:
+    """Returns the configuration file of a run with a layout for each number of devices.
+
+    Args:
+        answers: the clusters and their steps, the most devices first.
+        path: of the file.
+    """
+    layouts = {cluster.devices: options_of(step.case) for cluster, step in answers}
+    cluster, step = answers[0]
+    speeds = ", ".join(f"{each.tokens_per_second:,.0f} on {on.devices}" for on, each in answers[1:])
+    more = f"{_elastic_command(answers, path)}\nTokens/s with fewer devices: {speeds}."
+    return _file(step, cluster, {"layouts": layouts}, more.replace("\n", "\n# "))
+
+
+def options_of(case: Case) -> dict[str, Any]:
+    """Returns the options of `HelixConfig` for a case that are not the usual ones."""
+    usual = HelixConfig()
     options = {
         **{f"{axis}_size": getattr(case.sizes, axis) for axis in ("tp", "pp", "cp", "ep")},
         "plan": case.plan if runs_one_strand(case.plan) else AUTO,
@@ -323,6 +399,13 @@ def launch_file(step: Step, cluster: Cluster) -> str:
         "offload": case.offload,
         "float8": case.float8,
     }
+    return {name: given for name, given in options.items() if given != getattr(usual, name)}
+
+
+def _file(step: Step, cluster: Cluster, helix: Mapping[str, Any], more: str) -> str:
+    """Returns a file for `accelerate launch` with a comment on its first step, and `more`."""
+    from hf_helix.doctor.memory import bytes_text
+
     data = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "MULTI_GPU" if cluster.devices > 1 else "NO",
@@ -331,16 +414,30 @@ def launch_file(step: Step, cluster: Cluster) -> str:
         "num_processes": cluster.devices,
         "machine_rank": 0,
         "main_training_function": "main",
-        "mixed_precision": case.dtype if case.dtype == "bf16" else "no",
-        "parallelism_config": {
-            "helix": {name: given for name, given in options.items() if given != getattr(usual, name)} or {"tp_size": 1}
-        },
+        "mixed_precision": step.case.dtype if step.case.dtype == "bf16" else "no",
+        "parallelism_config": {"helix": dict(helix)},
     }
     on_host = f" Needs {bytes_text(step.host)} of memory of each node's host." if step.host else ""
-    machine = f"accelerate launch --config_file FILE {OF_A_NODE} YOUR_SCRIPT.py"
-    several = f" On every machine, with its own RANK:\n#   {machine}" if cluster.nodes > 1 else ""
     return (
         f"# Proposed by hf-helix doctor for {cluster.name}: {step.tokens_per_second:,.0f} tokens/s predicted.\n"
-        f"# With per_device_train_batch_size={case.batch}, gradient_accumulation_steps={case.microbatches}, and\n"
-        f"# sequences of {case.length} tokens.{on_host}{several}\n{yaml.safe_dump(data, sort_keys=False)}"
+        f"# {_step_text(step)}.{on_host}\n{f'# {more}' if more else ''}\n".replace("\n\n", "\n")
+        + yaml.safe_dump(data, sort_keys=False)
     )
+
+
+def _step_text(step: Step) -> str:
+    case = step.case
+    return (
+        f"With per_device_train_batch_size={case.batch}, gradient_accumulation_steps={case.microbatches} and sequences "
+        f"of {case.length:,} tokens"
+    )
+
+
+def _elastic_command(answers: Sequence[tuple[Cluster, Step]], path: Path) -> str:
+    """Returns the command of each node; `answers` have the most devices first."""
+    nodes, devices = zip(*((cluster.nodes, cluster.devices_per_node) for cluster, _ in answers), strict=True)
+    if len(set(devices)) > 1 or len(set(nodes)) == 1:
+        return f"HELIX_CONFIG_FILE={path}, with as many processes as a layout has devices."
+    precision = "TrainingArguments(bf16=True) and " * (answers[0][1].case.dtype == "bf16")
+    command = WITH_FEWER_NODES.format(file=path, nodes=f"{min(nodes)}:{max(nodes)}", devices=devices[0])
+    return f"On every node, with {precision}a HOST that stays:\n{command}"

@@ -107,10 +107,14 @@ class Command:
         summary = summary.rstrip(".")
         names, hints = [each.name for each in fields(cls)], get_type_hints(cls)
 
-        several = [each.name for each in fields(cls) if each.metadata.get("several")]
+        several = {each.name: str(each.metadata["several"]) for each in fields(cls) if each.metadata.get("several")}
 
         def run(given: argparse.Namespace) -> None:
-            lists = {name: value for name in several if isinstance(value := getattr(given, name), list)}
+            lists = {
+                name: _divided(value, separator)
+                for name, separator in several.items()
+                if isinstance(value := getattr(given, name), list)
+            }
             commands = [
                 cls(**{**{name: getattr(given, name) for name in names}, **dict(zip(lists, values, strict=True))})
                 for values in product(*lists.values())
@@ -166,9 +170,14 @@ class Command:
         return words
 
 
+def _divided(values: list[Any], separator: str) -> list[Any]:
+    """Returns the values, of texts the parts between separators."""
+    return [part for value in values for part in (value.split(separator) if isinstance(value, str) else [value])]
+
+
 def option(default: Any, text: str, **given: Any) -> Any:
     """A field for an option with its text of `--help`; `...` makes it required, `given` goes to `add_argument`;
-    `several=True` makes a command for each of several values."""
+    `several=" "` makes a command for each of several values, with another text also between this text."""
     if default is ...:
         return field(metadata={"help": text, "required": True, **given})
     return field(default=default, metadata={"help": text, "default": default, **given})

@@ -49,17 +49,18 @@ class OnCluster(Command):
     cluster: str = option(..., "a YAML file, or the name of a cluster that hf_helix brings")
     gpus: str | None = option(
         None,
-        "as many devices, in nodes like those of the cluster; or nodes x devices of a node, such as 2x4; or several",
-        several=True,
+        "as many devices, in nodes like those of the cluster; or nodes x devices of a node, such as 2x4; or several, "
+        "such as 4x8,2x8",
+        several=",",
     )
     network: str | None = option(
         None,
         "another network: faster by a factor, such as x2 or x0.5, or a node's links, such as 10gbit, 10gbit,50us, "
         "8x400gbit or 8xndr; or several",
-        several=True,
+        several=" ",
     )
     sequence_length: int = option(
-        4096, "tokens in a sequence, such as 8192 or 8k (8,000); or several", type=length, several=True
+        4096, "tokens in a sequence, such as 8192 or 8k (8,000); or several", type=length, several=" "
     )
     images_per_row: int | None = option(
         None,

@@ -146,7 +146,7 @@ class Search:
 
     model: SimulatedModel
     cluster: Cluster
-    batch_tokens: int  # requested tokens of a step; each layout takes the nearest possible number, within `OFF`
+    batch_tokens: int  # requested tokens of a step; each layout takes the nearest possible number, within `off`
     # the options of all cases, without any that saves memory; sizes and micro-batches are searched. The plan is of two
     # strands; one strand is tried if two hide nothing or lack memory
     usual: Case
@@ -154,6 +154,8 @@ class Search:
     workers: int = 1  # number of processes; 1 for no further process
     leading: int = 0  # number of leading steps predicted at higher fidelity, besides plain data parallelism
     layout: str = ""  # the name of a further layout to predict at higher fidelity
+    off: float = OFF
+    batches: Sequence[int] = BATCHES  # the sizes of micro-batches to choose from
     wanted: int = 0  # number of the fastest layouts to know; others may be of `Fidelity.BOUND`. 0 to know all
     _peaks: dict[Case, list[Peak]] = field(default_factory=dict)
     _leaders: Leaders | None = None
@@ -162,7 +164,8 @@ class Search:
         """Returns the layouts by speed, as found before if the question was asked before; none if nothing fits. Raises
         ValueError if the cluster has no rate for the type of matrix products, or the schedule is unknown."""
         check_schedule(self.usual.schedule)
-        question = "ranking", self.cluster, self.batch_tokens, self.leading, self.layout, self.wanted
+        step = self.batch_tokens, self.off, tuple(self.batches)
+        question = "ranking", self.cluster, step, self.leading, self.layout, self.wanted
         return self.model.answer(question, self.usual, self._found, (Ranking, Dropped, RivalStep, *OF_STEPS))
 
     def _found(self) -> Ranking:
@@ -305,11 +308,11 @@ class Search:
 
     def _microbatches(self, sizes: Sizes, batch: int) -> int:
         """Returns the number of micro-batches of `batch` sequences nearest to the requested tokens, for a data-parallel
-        rank. Raises ValueError if no number is within `OFF` of the requested tokens."""
+        rank. Raises ValueError if no number is within `off` of the requested tokens."""
         length = self.usual.length
         each = sizes.dp * batch * length
         count = max(1, round(self.batch_tokens / each))
-        if abs(count * each - self.batch_tokens) > OFF * self.batch_tokens:
+        if abs(count * each - self.batch_tokens) > self.off * self.batch_tokens:
             raise ValueError(
                 f"{sizes.dp} data-parallel ranks take {sizes.dp * length:,} tokens at a time; no step comes near "
                 f"{self.batch_tokens:,}"
@@ -323,7 +326,7 @@ class Search:
         the whole step of `other`, the best case so far, are dropped early."""
         best: Step | None = None
         last: Dropped | None = None
-        for batch in BATCHES:
+        for batch in self.batches:
             case = replace(self.usual, sizes=sizes, batch=batch, plan=plan, shard_parameters=shard_parameters)
             try:
                 check_sizes(sizes, case.length, self.model.layers, self.model.experts, case.schedule)
@@ -415,7 +418,7 @@ class Search:
         """Returns a rival over all devices with the fastest micro-batch; if nothing fits, with the least memory."""
         best: RivalStep | None = None
         sizes, modes = Sizes(dp=self.cluster.devices), ["none", "full"]
-        for batch in BATCHES:
+        for batch in self.batches:
             try:
                 count = self._microbatches(sizes, batch)
             except ValueError:
@@ -496,6 +499,19 @@ class Search:
         if whole not in self._peaks:
             self._peaks[whole] = peaks_of_case(amounts, case, layout)
         return memory_of_case(amounts, case, layout, self._peaks[whole]).total
+
+
+def shared_samples(wanted: int, devices: Sequence[int]) -> int:
+    """Returns a number of samples near `wanted`, within `OFF`, that as many data-parallel ranks as possible divide.
+
+    Args:
+        wanted: the samples of a step.
+        devices: the numbers of devices that shall take as many samples in a step.
+    """
+    shared = math.lcm(*devices)
+    smaller = (part for part in range(min(shared, 2 * wanted), 0, -1) if shared % part == 0)
+    near = (round(wanted / part) * part for part in (*(shared * batch for batch in reversed(BATCHES)), *smaller))
+    return next(samples for samples in near if samples and abs(samples - wanted) <= OFF * wanted)
 
 
 def check_sizes(sizes: Sizes, length: int, layers: int, experts: int = 1, schedule: str = "auto") -> None:

@@ -36,13 +36,15 @@ def launch_config(folder: Path, name: str = "cpu_tp2", helix: dict[str, Any] | N
     return path
 
 
-def start(folder: Path, words: Sequence[object], **environment: str) -> subprocess.Popen[str]:
-    """Python with these words, in a session of its own."""
+def start(
+    folder: Path, words: Sequence[object], output: Any = subprocess.PIPE, **environment: str
+) -> subprocess.Popen[str]:
+    """Python with these words, in a session of its own; `output` takes what it prints."""
     return subprocess.Popen(
         [sys.executable, *map(str, words)],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": PATHS, **environment},
-        stdout=subprocess.PIPE,
+        stdout=output,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,

@@ -81,10 +81,13 @@ def check_model(model: Any, loss_tweaks: LossTweaks, weights: str | Path | None 
             )
 
 
-def check_sizes(model: Any, config: HelixConfig) -> None:
+def check_sizes(model: Any, config: HelixConfig, world: int | None = None) -> None:
     """Refuses a `tp_size` that does not divide the processes or the heads of the model.
 
-    A model of an unknown family, and None, are refused later.
+    Args:
+        model: a model; of an unknown family, or None, it is refused later.
+        config: the options.
+        world: the number of processes; None for those of this run.
 
     Raises:
         ValueError: names the values that work.
@@ -102,7 +105,7 @@ def check_sizes(model: Any, config: HelixConfig) -> None:
             return False
         return True
 
-    world = world_size()
+    world = world or world_size()
     check_world(world, config.tp_size, config.pp_size, config.cp_size, config.ep_size, fits)
     try:
         check_ranks(base, config.tp_size)
@@ -110,6 +113,19 @@ def check_sizes(model: Any, config: HelixConfig) -> None:
         share = world // (config.pp_size * config.cp_size)
         works = [str(size) for size in range(1, share + 1) if share % size == 0 and fits(size)]
         raise ValueError(f"{error} (with {world} processes, tp_size={' or '.join(works)})") from error
+
+
+def check_layouts(model: Any, given: HelixConfig) -> None:
+    """Refuses sizes of `layouts` that the model cannot take, for a later start as well as for this one.
+
+    Raises:
+        ValueError: names the layout, and the values that work.
+    """
+    for world, config in given.by_world().items():
+        try:
+            check_sizes(model, config, world)
+        except ValueError as error:
+            raise ValueError(f"layouts: {world}: {error}") from None
 
 
 def limits_of(base: Any) -> Limits:

@@ -8,17 +8,15 @@ Must hold: what another library says keeps its meaning or is refused by name: sh
 with a `HelixConfig` or another layout is an error that names both.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from hf_helix.config import HelixConfig, nearest
-from hf_helix.runtime.distributed.mesh import world_size
+from hf_helix.integrations.accelerate.layouts import launched_ranks
 
 PREFIX = "parallelism_config_"  # of Accelerate's options in its YAML
 SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
@@ -99,6 +97,11 @@ def with_foreign_sizes(config: HelixConfig, foreign: ForeignSizes) -> HelixConfi
     Raises:
         ValueError: the two sides contradict each other, or the layout is for another number of processes.
     """
+    if config.layouts is not None and foreign.dp:
+        raise ValueError(
+            f"{foreign.source} lays out one number of processes, and layouts={{{', '.join(map(str, config.layouts))}}} "
+            "several; use one of them"
+        )
     usual, new = HelixConfig(), {}
     for name, theirs in foreign.options.items():
         ours, default = getattr(config, name), getattr(usual, name)
@@ -139,7 +142,7 @@ def _foreign_sizes(given: Any, shard: str, words: Any) -> ForeignSizes:
 
 
 def _check_processes(config: HelixConfig, foreign: ForeignSizes) -> None:
-    world = world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    world = launched_ranks()
     left, rest = divmod(world, config.ranks_per_batch)
     if rest or foreign.dp in (0, left):  # a world that the sizes do not divide is an error of the mesh
         return

@@ -26,6 +26,7 @@ from hf_helix.integrations.accelerate.accelerator import counting_once
 from hf_helix.integrations.accelerate.checks import check_accelerator
 from hf_helix.integrations.accelerate.foreign_sizes import ForeignConfig
 from hf_helix.integrations.accelerate.launcher import options_file, options_in, resolve_config
+from hf_helix.integrations.accelerate.layouts import in_force, steps_of
 from hf_helix.integrations.accelerate.loop import prepare
 from hf_helix.integrations.upstream import check_class, overrides
 from hf_helix.runtime.distributed.endings import is_launched
@@ -40,7 +41,8 @@ def launch_options() -> HelixConfig | None:
     """Returns the options of the environment or the launcher's YAML; the environment and the YAML exist before CUDA
     starts."""
     try:
-        return options_in(options_file())
+        given = options_in(options_file())
+        return None if given is None else in_force(given)
     except (TypeError, ValueError):
         return None  # the first reader of the options raises the error
 
@@ -94,12 +96,17 @@ class HelixPlugin(ParallelismConfig):
         config: the options, or keywords: `HelixPlugin(tp_size=2)`; or a layout as `DistributedConfig` of Transformers
             or `ParallelismConfig` of Accelerate. By default from the environment or the launcher's YAML (see
             `launcher`).
+
+    Attributes:
+        given: the options, perhaps with `layouts` for several numbers of ranks.
+        config: the options of the present number of ranks.
     """
 
     def __init__(self, config: HelixConfig | ForeignConfig | None = None, **options: Any) -> None:
         if config is not None and options:
             raise ValueError(f"give HelixPlugin a HelixConfig or keywords, not both; got {config} and {options}")
-        self.config = HelixConfig.from_mapping(options, "HelixPlugin") if options else resolve_config(config, None)
+        self.given = HelixConfig.from_mapping(options, "HelixPlugin") if options else resolve_config(config, None)
+        self.config = in_force(self.given)
         self.mesh: Mesh | None = None
         if self.config.pp_size > 1:
             load_eagerly()
@@ -165,7 +172,7 @@ class HelixPlugin(ParallelismConfig):
 
         Args:
             accelerator: made with this plugin, `Accelerator(parallelism_config=plugin, ...)`. Its mixed precision and
-                `gradient_accumulation_steps` count.
+                `gradient_accumulation_steps` count; with `layouts`, these hold for the most ranks.
             objects: an ordinary Transformers model, and any number of new optimizers of its parameters, schedulers and
                 data loaders.
             seed: of the randomness of the training (dropout, routers); None for torch's own seed (`set_seed`).
@@ -180,9 +187,16 @@ class HelixPlugin(ParallelismConfig):
             ValueError: an option cannot be honoured; names the option and a value that works.
         """
         check_accelerator(accelerator, self, self.config.pp_size)
+        self._follow(accelerator)
         mesh = self.build_mesh(accelerator.device)
         prepared = prepare(accelerator, objects, self.config, mesh, seed, weights, loss)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def _follow(self, accelerator: Any) -> None:
+        """Gives an Accelerator the micro-batches of a step on the present number of ranks, once."""
+        if not getattr(accelerator, "follows_layouts", False):
+            steps = steps_of(self.given, accelerator.gradient_accumulation_steps)
+            accelerator.gradient_accumulation_steps, accelerator.follows_layouts = steps, True
 
     @overrides("ParallelismConfig", otherwise="logs would show Accelerate's fields instead", caller=None)
     def to_json(self) -> dict[str, Any]:

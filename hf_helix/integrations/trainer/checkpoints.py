@@ -9,6 +9,7 @@ written; counters, rotation, uploads and the choice of the best model stay the s
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ from hf_helix.runtime.notices import say
 logger = get_logger(__name__)
 
 RUNNING = "_running"  # the mark of a run in `output_dir`; pushes to the Hub leave out `_*`
+OLD_RANKS = 60.0  # seconds within which the ranks of an earlier start end
 
 
 class CheckpointHooks(SavingHooks):
@@ -67,6 +69,9 @@ class CheckpointHooks(SavingHooks):
     )
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Trains as the stock method does. The checkpoint may come from another layout (docs/checkpoints.md).
+
+        With `layouts`, a call without `resume_from_checkpoint` goes on from the newest whole checkpoint in
+        `output_dir`, and False starts anew.
 
         Raises:
             ValueError: the checkpoint is damaged, or of another model, optimizer or batch; or `output_dir` is not
@@ -100,7 +105,7 @@ class CheckpointHooks(SavingHooks):
 
         def take() -> None:
             nonlocal claim
-            claim = _claim(Path(self.args.output_dir or "."))
+            claim = _claim(Path(self.args.output_dir or "."), OLD_RANKS if self._plugin.given.layouts else 0.0)
 
         if self._saves and self.hp_search_backend is None:
             decide_on_rank_0(take)
@@ -115,21 +120,46 @@ class CheckpointHooks(SavingHooks):
         """Whether checkpoints may be saved."""
         return self.args.save_strategy != SaveStrategy.NO or bool(getattr(self.args, "enable_jit_checkpoint", False))
 
+    def _restarts(self, given: Any) -> bool:
+        """Returns whether the run goes on from what it finds: with `layouts`, unless the script says where from."""
+        restarts = given is None and self._plugin.given.layouts is not None and self.hp_search_backend is None
+        if restarts and (not self._saves or self.args.save_only_model):
+            say(
+                "layouts without checkpoints to go on from: a restart begins anew; use save_strategy='steps' and "
+                "save_only_model=False"
+            )
+        return restarts
+
     def _find_checkpoint(self, given: Any) -> str | None:
         """Returns the folder of the checkpoint to resume from, after a check of the checkpoint. Collective."""
         self._resumed = self._first_epoch = None
-        if given is None or given is False:
+        restarts = self._restarts(given)
+        if not given and not restarts:
             return None
         run = self._describe()
 
-        def read() -> tuple[str, Manifest]:
-            folder = self._last_checkpoint() if given is True else Path(given)
+        def folder_of_run() -> Path | None:
+            if restarts:
+                return self._newest_whole()
+            return self._last_checkpoint() if given is True else Path(given)
+
+        def read() -> tuple[str, Manifest] | None:
+            folder = folder_of_run()
+            if folder is None:
+                return None
             with with_remedy(folder):
                 manifest = check_whole(folder)
-            manifest.check_run(folder, run, skips_data=not self.args.ignore_data_skip)
+            try:
+                manifest.check_run(folder, run, skips_data=not self.args.ignore_data_skip)
+            except ValueError as error:
+                anew = "; with layouts, train(resume_from_checkpoint=False) starts anew" * restarts
+                raise ValueError(f"{error}{anew}") from None
             return str(folder), manifest
 
-        folder, self._resumed = decide_on_rank_0(read)
+        found = decide_on_rank_0(read)
+        if found is None:
+            return None
+        folder, self._resumed = found
         say(f"goes on from {folder}, saved on {size_text(Sizes.of(self._resumed.layout))}")
         self._first_epoch = Path(folder)
         return folder
@@ -162,6 +192,19 @@ class CheckpointHooks(SavingHooks):
             f"No valid checkpoint found in output directory ({folder}): resume_from_checkpoint=True needs one that "
             "HelixTrainer has saved there; use resume_from_checkpoint=None to start anew"
         )
+
+    def _newest_whole(self) -> Path | None:
+        """Returns the newest whole checkpoint in `output_dir` that has the state of a run; None without one."""
+        folder = Path(self.args.output_dir or ".")
+        atomic.recover(folder, is_complete)
+        for path in numbered(folder):
+            try:
+                if check_whole(path).optimizer is not None:
+                    return path
+                logger.warning(f"{path} holds the model only; looking further")
+            except ValueError as error:
+                logger.warning(f"{error}; looking further")
+        return None
 
     @overrides("Trainer", otherwise="whole weights would be loaded into cut parameters, which is an error")
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -215,6 +258,12 @@ class CheckpointHooks(SavingHooks):
         steps = self.state.global_step - epoch["first_step"]
         return epoch["number"], steps * self.args.gradient_accumulation_steps
 
+    @overrides("Trainer", otherwise="other ranks would see their data in another order")
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the stock sampler. Groups by length have as many samples on every number of ranks of `layouts`."""
+        with patch.object(self.args, "gradient_accumulation_steps", self._stated_steps):
+            return super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
+
     @overrides("Trainer", otherwise="a resumed run would see its data in another order")
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         """Runs an epoch as the stock method does. The order of the data may depend on the random generators, so a
@@ -261,11 +310,11 @@ def make_output_dir(args: TrainingArguments) -> None:
     decide_on_rank_0(make)
 
 
-def _claim(folder: Path) -> Claim:
-    """Returns a claim on `output_dir` for this run."""
+def _claim(folder: Path, patience: float) -> Claim:
+    """Returns a claim on `output_dir` for this run; `patience` are the seconds to wait for the end of another run."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        claim = take_claim(folder / RUNNING)
+        claim = _take(folder / RUNNING, time.monotonic() + patience)
     except Held as holder:
         raise ValueError(
             f"output_dir={str(folder)!r} is in use by another run, {holder}: give this run another output_dir, such as "
@@ -276,3 +325,13 @@ def _claim(folder: Path) -> Claim:
     if not claim.has_lock:
         logger.warning(f"{folder} is on a file system without locks: a second run with this output_dir is not noticed")
     return claim
+
+
+def _take(mark: Path, until: float) -> Claim:
+    while True:
+        try:
+            return take_claim(mark)
+        except Held:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(0.5)

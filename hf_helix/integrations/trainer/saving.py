@@ -104,7 +104,8 @@ class SavingHooks(PreemptionHooks):
         parameters = describe_parameters(self._local_parameters(), mesh, optimizer)
         name = type(optimizer).__name__ if optimizer is not None else None
         kind = type(self.helix.model).__name__
-        return Manifest(kind, parameters, dict(mesh.sizes), per_step, name, epoch=self._epoch or {})
+        group = args.train_batch_size * self._stated_steps if args.train_sampling_strategy == "group_by_length" else 0
+        return Manifest(kind, parameters, dict(mesh.sizes), per_step, name, epoch=self._epoch or {}, group=group)
 
     def _local_parameters(self) -> dict[nn.Parameter, LocalParameter]:
         return local_parameters(self.helix.model, self.helix.runner.rank_units, self.helix.mesh)

@@ -22,6 +22,7 @@ from transformers import TrainerState, TrainingArguments
 from hf_helix.config import HelixConfig
 from hf_helix.engine.cut.microbatches import LossScale
 from hf_helix.engine.engine import Engine
+from hf_helix.integrations.accelerate.plugin import HelixPlugin
 from hf_helix.runtime.failures.values import Health
 
 _BY_POSITION = ("model", "args")  # as in `Trainer(model, args)`
@@ -55,6 +56,10 @@ class TrainerAttributes:
     """The cut model: its plan, its tuning, measurements, and `figures`, all figures of the last log."""
 
     helix_config: HelixConfig
+    _plugin: HelixPlugin
+    _stated_steps: int
+    """The given `gradient_accumulation_steps`; with `layouts`, of the most ranks."""
+
     loss_scale: Callable[[Any], LossScale]
     _stock: StockTrainer
     _has_own_loss: bool

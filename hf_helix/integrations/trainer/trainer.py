@@ -25,17 +25,19 @@ from transformers.utils.logging import get_logger
 from hf_helix.checkpoint.load import build_on_meta
 from hf_helix.config import HelixConfig
 from hf_helix.engine.cut.build import RunOptions
-from hf_helix.engine.cut.checks import check_sizes
+from hf_helix.engine.cut.checks import check_layouts, check_sizes
 from hf_helix.engine.cut.recompute import asked_by
 from hf_helix.engine.engine import Engine
 from hf_helix.integrations.accelerate.checks import run_in_mixed_precision
 from hf_helix.integrations.accelerate.foreign_sizes import ForeignConfig
 from hf_helix.integrations.accelerate.launcher import resolve_config
+from hf_helix.integrations.accelerate.layouts import in_force, notice_of_launcher
 from hf_helix.integrations.accelerate.plugin import HelixPlugin, keep_layout, shared_layout
 from hf_helix.integrations.optimizers import check_made_optimizer, hand_over, watch_steps
 from hf_helix.integrations.trainer.checkpoints import CheckpointHooks, make_output_dir
 from hf_helix.integrations.trainer.checks import check_arguments, check_trainer
 from hf_helix.integrations.trainer.decisions import CallbackDecisions
+from hf_helix.integrations.trainer.elastic import check_epochs, following
 from hf_helix.integrations.trainer.evaluation import EvaluationHooks
 from hf_helix.integrations.trainer.hyperparameter_search import SearchHooks
 from hf_helix.integrations.trainer.model_card import write_card
@@ -62,11 +64,14 @@ from hf_helix.measure.overlap import Overlap
 from hf_helix.models.direct_use import Instead
 from hf_helix.models.graph.context import LossTweaks
 from hf_helix.planning.plan.plan import Plan
+from hf_helix.planning.timing.sizes import Sizes, size_text
 from hf_helix.runtime.distributed.agreement import agree_on_action, check_same_on_all_ranks
 from hf_helix.runtime.distributed.environment import check_environment
+from hf_helix.runtime.distributed.mesh import world_size
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.failures.heartbeat import start_watch
 from hf_helix.runtime.failures.values import Health
+from hf_helix.runtime.notices import say
 from hf_helix.tuning.budget import BASELINE
 from hf_helix.tuning.cache import shared_options
 from hf_helix.tuning.candidates import PAPER, Comparison
@@ -140,6 +145,9 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         self._weights = weights
         self._plugin = self._checked_layout(arguments, helix_config)
         self.helix_config = self._plugin.config
+        self._stated_steps = _accumulation_steps(arguments)
+        arguments = following(arguments, self._plugin.given)
+        call.set("args", arguments)
         self._connect_ranks(arguments, call.get("model"))
         ranks_per_batch = self.helix_config.ranks_per_batch
         counts_once = is_online(type(self)) and ranks_per_batch > 1
@@ -161,6 +169,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         if getattr(self.model, "is_loaded_in_4bit", False):
             self.helix.weights.move_to(self.args.device)
         check_trainer(self, arguments)
+        check_epochs(self, self._plugin.given, self._stated_steps)
         CallbackDecisions(self)
 
     # -- construction --------------------------------------------------------------------------------------------
@@ -169,22 +178,33 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         """Returns the plugin with the layout, after a check of every argument on this rank."""
         words = arguments.parallelism_config
         plugin = words if isinstance(words, HelixPlugin) else None
-        config = resolve_config(given, plugin.config if plugin else words)
+        options = resolve_config(given, plugin.given if plugin else words)
+        if arguments.torch_compile:
+            options = dataclasses.replace(options, compile=True)
+        config = in_force(options)
         for notice in check_environment(config.pp_size):
             logger.warning(notice)
         check_arguments(arguments, config)
-        if arguments.torch_compile:
-            config = dataclasses.replace(config, compile=True)
-        return HelixPlugin(config) if plugin is None or plugin.config != config else plugin
+        return HelixPlugin(options) if plugin is None or plugin.given != options else plugin
 
     def _connect_ranks(self, args: TrainingArguments, model: Any) -> None:
         """Compares the options of the ranks, builds the mesh, and starts the heartbeat. Collective."""
         agree_on_action("HelixTrainer is made")
         steps, mixed = _accumulation_steps(args), args.mixed_precision
+        given = self._plugin.given
         shared = f"gradient_accumulation_steps={steps}\nmixed_precision={mixed}\ncheckpointing={asked_by(args)}"
+        shared += f"\nlayouts={given.layouts}"
         check_same_on_all_ranks(f"{shared_options(self.helix_config)}\n{shared}", "options")
         check_sizes(model, self.helix_config)
-        self._plugin.build_mesh(args.device)
+        check_layouts(model, given)
+        mesh = self._plugin.build_mesh(args.device)
+        if given.layouts is not None:
+            say(
+                f"layouts for {', '.join(map(str, given.layouts))} ranks: these {world_size()} take "
+                f"{size_text(Sizes.of(mesh.sizes))}, and {steps} micro-batches in a step"
+            )
+            if notice := notice_of_launcher():
+                say(notice)
         self._health = Health(args.device)
         start_watch()
         make_output_dir(args)

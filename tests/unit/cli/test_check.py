@@ -38,6 +38,11 @@ def test_operators_of_a_derived_class(capsys: pytest.CaptureFixture[str]):
         (["T5ForConditionalGeneration"], "the stock Trainer all else"),
         (["LlamaForCausalLMM"], "(did you mean 'LlamaForCausalLM'?)"),
         (["LlamaForCausalLM", "--operators", "--pp_size", "2"], "leave --pp_size out"),
+        (
+            ["LlamaForCausalLM", "--config_file", "x.yaml", "--tp_size", "2"],
+            "with --tp_size: the file has the sizes; give one",
+        ),
+        (["LlamaForCausalLM", "--config_file", "absent.yaml"], "cannot read the configuration file absent.yaml"),
     ],
 )
 def test_what_cannot_be_checked(words: list[str], said: str, capsys: pytest.CaptureFixture[str]):
@@ -92,3 +97,29 @@ def test_a_refusal_is_said_once(
     with pytest.raises(SystemExit):
         main(["check", "LlamaForCausalLM"])
     assert capsys.readouterr().out.splitlines() == said
+
+
+@pytest.mark.parametrize(
+    ("text", "checked"),
+    [
+        ("tp_size: 4\n", [(4, 1)]),
+        (
+            "layouts: {8: {tp_size: 4}, 4: {tp_size: 2, pp_size: 2}, 2: {tp_size: 2}, 6: {tp_size: 2}}",
+            [(4, 1), (2, 1), (2, 2)],
+        ),
+    ],
+)
+def test_the_layouts_of_a_file_are_checked(
+    text: str, checked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    given: list[dict[str, int]] = []
+
+    def prove(subject: object, layouts: list[dict[str, int]], *_: object) -> object:
+        given.extend(layouts)
+        return iter([Proof("Some", "layout", refusal="it is not compared here")])
+
+    monkeypatch.setattr(testing, "prove_layouts", prove)
+    (tmp_path / "helix.yaml").write_text(text)
+    with pytest.raises(SystemExit):
+        main(["check", "LlamaForCausalLM", "--config_file", str(tmp_path / "helix.yaml")])
+    assert [(each["tp_size"], each["pp_size"]) for each in given] == checked

@@ -20,6 +20,7 @@ from hf_helix.cli.doctor import DoctorCommand
 from hf_helix.cli.options import length, parse_count
 from hf_helix.cli.simulate import SimulateCommand
 from hf_helix.config import HelixConfig
+from hf_helix.doctor.layouts import shared_samples
 from hf_helix.planning.plan import search
 from hf_helix.planning.rules import dhelix
 
@@ -208,6 +209,40 @@ def test_several_questions_are_one_table(small: Path, capsys: Any):
     assert [row.split()[3] for row in rows] == ["64", "128"] * 2
 
 
+def test_a_layout_is_written_for_each_number_of_devices(one_process: None, tmp_path: Path):
+    """A step and a micro-batch have the same samples on each, and the file is one for launchers."""
+    nodes = {"nodes": 3, "devices_per_node": 2, "network": {"gb_per_s": 0.1, "latency_us": 100}}
+    said = said_by_doctor(tmp_path, cluster_file(tmp_path / "three.yaml", **nodes), "8k", "--gpus", "1x2,3x2,2x2")
+    rows = [line.split()[0] for line in said.text.splitlines() if line[:1].isdigit()]
+    assert rows == ["6", "4", "2"]
+    given = HelixConfig.from_file(said.file)
+    assert list(given.layouts or ()) == [6, 4, 2]
+    batch, steps = (int(number) for number in re.findall(r"(?:batch_size|accumulation_steps)=(\d+)", said.text))
+    samples = batch * steps * 6 // given.for_world(6).ranks_per_batch
+    assert said.text.splitlines()[0].endswith(f", {128 * samples:,} tokens in a step")
+    assert abs(128 * samples - 8000) <= 800
+    assert all(samples // batch % (world // each.ranks_per_batch) == 0 for world, each in given.by_world().items())
+    launched = load_config_from_file(str(said.file))
+    assert (launched.num_machines, launched.num_processes) == (3, 6)
+    assert f"HELIX_CONFIG_FILE={said.file} torchrun --nnodes 1:3 --nproc_per_node 2 --max-restarts" in said.text
+    assert said.file.read_text().count("torchrun") == 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "devices", "found"),
+    [
+        (1024, (32, 24, 16), 960),
+        (1000, (8, 4), 1024),
+        (7, (8, 4), 7),
+        (1, (2, 1), 1),
+        (50, (32, 24), 48),
+        (62, (6, 4, 2), 60),
+    ],
+)
+def test_samples_that_several_numbers_of_ranks_share(wanted: int, devices: tuple[int, ...], found: int):
+    assert shared_samples(wanted, devices) == found
+
+
 @pytest.mark.parametrize(
     ("network", "devices_per_link", "gbit"),
     [("8x400gbit", 1, 400), ("8xndr,5us", 1, 400), ("2xhdr", 4, 200), ("3x100gbe", 8, 300), ("x2", 1, 800)],
@@ -248,6 +283,11 @@ def test_a_model_that_no_layout_holds_is_refused_with_all_reasons(capsys: Any, t
         ),
         (["--network", "x2"], "--network x2: one node has no network"),
         (["--gpus", "1", "2", "--html", "page.html"], "--html is about one answer; give one --gpus, --network and"),
+        (["--gpus", "2,1x2", "--write", "x.yaml"], "--gpus: [2, 2] are no different numbers of devices"),
+        (
+            ["--gpus", "1", "2", "--sequence_length", "64", "128", "--write", "x.yaml"],
+            "--write is about one answer; give one --gpus, --network and --sequence_length",
+        ),
         (["--gpus", "2x"], "--gpus 2x: give 1 or more devices, such as 16, or nodes x devices, such as 2x4"),
         (["--gpus", "3"], "--gpus 3: nodes have 2 devices each; give a multiple, such as 4"),
         (["--gpus", "4"], "--gpus 4: two CPUs has no `network`, which more than 2 devices need"),
