@@ -27,10 +27,12 @@ from hf_helix.runtime.deferred_backward import modes_kept
 from hf_helix.runtime.distributed.agreement import agree_on_action, all_gather_object
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.divided import plain_parameters
+from hf_helix.runtime.failures import activity
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.rank_units import RankUnits
 from hf_helix.runtime.runner import Runner, measured
+from hf_helix.runtime.stragglers.looks import Looks
 from hf_helix.tuning.budget import BASELINE
 from hf_helix.tuning.candidates import PAPER, Comparison, compare
 from hf_helix.tuning.result_text import TuningResult
@@ -47,6 +49,7 @@ class Diagnostics:
     Attributes:
         overlap: the last result of `measure_overlap` or `compare_plans`; None before.
         figures: all figures of the last `log_entries`.
+        looks: the looks at windows that name slow ranks.
     """
 
     # Attributes of the engine.
@@ -62,6 +65,7 @@ class Diagnostics:
         self.overlap: Overlap | None = None
         self.figures: dict[str, float] = {}
         peak = peak_tflops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None
+        self.looks = Looks(mesh)
         self._live = LiveScore(token_flops(base), world_size(), mesh.dp_size, peak)
 
     @property
@@ -139,8 +143,9 @@ class Diagnostics:
         tuned = self.tuning.overlaps[self.tuning.chosen] if self.tuning else None
         capped = self.config.expert_capacity_factor is not None
         routers = router_entries(self.runner.rank_units, self.mesh, capped)
-        self.figures = {**self._live.entries(self.overlap or tuned), **routers}
-        return self.figures if full else {**short_entries(self.figures), **routers}
+        others = {**routers, **self.looks.entries()}
+        self.figures = {**self._live.entries(self.overlap or tuned), **others}
+        return self.figures if full else {**short_entries(self.figures), **others}
 
     @contextlib.contextmanager
     def _counted(self, window: Sequence[MicroBatch], traces: bool = True) -> Iterator[None]:
@@ -150,14 +155,20 @@ class Diagnostics:
             window: the micro-batches; complete at the end of the context.
             traces: whether the first window after each log is traced.
         """
-        start, is_traced = time.perf_counter(), traces and self._live.wants_trace
+        is_looked_at = self.looks.begin(self.runner)
+        start, is_traced = time.perf_counter(), traces and (is_looked_at or self._live.wants_trace)
         streams = self.runner.executor.streams
         self._live.begin()
-        with streams.tracing() if is_traced else contextlib.nullcontext() as trace:
+        activity.note_step()
+        with (
+            activity.doing(activity.TRAINING, lambda: self.runner.executor.place),
+            streams.tracing() if is_traced else contextlib.nullcontext() as trace,
+        ):
             yield
+        self.looks.end(window, trace)
         tokens = sum(batch.num_tokens for batch in window)
         self._live.add(tokens, max((batch.length for batch in window), default=0))
-        if trace is not None:
+        if trace is not None and self._live.wants_trace:
             self._live.add_trace(trace, tokens, time.perf_counter() - start)
 
 

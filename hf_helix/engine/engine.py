@@ -91,6 +91,7 @@ from hf_helix.runtime.divided import (
     plain_parameters,
     running_model_code,
 )
+from hf_helix.runtime.failures import activity
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.failures.values import value_bounds
 from hf_helix.runtime.gradients.reduce import gradient_norm
@@ -297,6 +298,7 @@ class Engine(Diagnostics):
         """Ends the threads of this engine, so that another engine can take its place."""
         if self.graphs is not None:
             self.graphs.release()
+        self.looks.close()
         self.runner.executor.streams.close()
 
     # -- between steps -------------------------------------------------------------------------------------------
@@ -337,6 +339,7 @@ class Engine(Diagnostics):
         self.called_decoder.use(self.runner)
         return result
 
+    @activity.doing(activity.TUNING)
     def _tune(
         self, make_window: Callable[[], list[MicroBatch]], count: int, steps_left: int | None
     ) -> TuningResult | None:
