@@ -118,8 +118,9 @@ class Diagnostics:
         tuned = tuning.overlaps[tuning.chosen] if tuning else None
         capped = self._cut.config.expert_capacity_factor is not None
         routers = router_entries(self._session.runner.rank_units, self._cut.mesh, capped)
-        self.figures = {**self._live.entries(self.overlap or tuned), **routers}
-        return self.figures if full else {**short_entries(self.figures), **routers}
+        others = {**routers, **self._session.looks.entries()}
+        self.figures = {**self._live.entries(self.overlap or tuned), **others}
+        return self.figures if full else {**short_entries(self.figures), **others}
 
 
 def live_score(base: Any, mesh: Mesh) -> LiveScore:

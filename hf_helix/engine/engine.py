@@ -206,6 +206,7 @@ class Engine:
         """Ends the threads of this engine, so that another engine can take its place."""
         if self.session.graphs is not None:
             self.session.graphs.release()
+        self.session.looks.close()
         self.runner.executor.streams.close()
 
     # -- what users ask for, of the objects that answer ------------------------------------------------------------

@@ -33,10 +33,12 @@ from hf_helix.report.live import LiveScore
 from hf_helix.runtime.cuda_graphs import WindowGraphs
 from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_window
 from hf_helix.runtime.divided import DividedParameters, is_recording, plain_parameters
+from hf_helix.runtime.failures import activity
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.notices import say
 from hf_helix.runtime.runner import Runner, forget_gradients, measured, set_aside
+from hf_helix.runtime.stragglers.looks import Looks
 from hf_helix.tuning.candidates import calibrate_link
 from hf_helix.tuning.result_text import TuningResult
 from hf_helix.tuning.tuner import TUNED_MICROBATCHES, Tuner
@@ -58,6 +60,7 @@ class Session:
     Attributes:
         runner: runs windows under the plan in use.
         tuner, graphs: as given.
+        looks: at windows, that name slow ranks.
         last_window: the micro-batches of the last trained window.
         called_decoder: the calls of the decoder by a loss of one's own; None for the built-in loss.
     """
@@ -75,6 +78,7 @@ class Session:
     ) -> None:
         self._cut, self._divided, self._checks, self._live = cut, divided, checks, live
         self.runner, self.tuner, self.graphs = runner, tuner, graphs
+        self.looks = Looks(cut.mesh)
         self.last_window: list[MicroBatch] = []
         self._maker = WindowMaker(cut.base, cut.mesh)
         self._bounds: list[Tensor] = []  # of the calls of a window, see `value_bounds`
@@ -139,6 +143,7 @@ class Session:
         self.called_decoder.use(self.runner)
         return result
 
+    @activity.doing(activity.TUNING)
     def _tune(
         self, make_window: Callable[[], list[MicroBatch]], count: int, steps_left: int | None
     ) -> TuningResult | None:
@@ -200,8 +205,8 @@ class Session:
         if self.graphs is not None:
             self.graphs.keep_gradients()
         replays = self.graphs is not None and not self.graphs.has_given_up
-        streams, digests = self.runner.executor.streams, Digests() if self._is_verified(step) else None
-        with set_aside(self.runner), self._live.counting(streams, window, traces=not replays):
+        digests = Digests() if self._is_verified(step) else None
+        with set_aside(self.runner), self._counting(window, traces=not replays):
             if self.graphs is not None:
                 losses = self.graphs.train_window(self.runner, window)
             else:
@@ -211,6 +216,19 @@ class Session:
                 self._verify(window, digests, step)
         self._divided.note_gradients()
         return losses
+
+    @contextlib.contextmanager
+    def _counting(self, window: Sequence[MicroBatch], traces: bool = True) -> Iterator[None]:
+        """Returns the context of a window that is trained, for the logs, for looks at slow ranks, and for the place of
+        a stuck one."""
+        is_looked_at, streams = self.looks.begin(self.runner), self.runner.executor.streams
+        activity.note_step()
+        with (
+            activity.doing(activity.TRAINING, lambda: self.runner.executor.place),
+            self._live.counting(streams, window, traces, is_looked_at) as trace,
+        ):
+            yield
+        self.looks.end(window, trace)
 
     def _is_verified(self, step: int) -> bool:
         every = self._cut.config.verify_every
@@ -256,7 +274,7 @@ class Session:
     def _begin_window(self, window: Sequence[MicroBatch]) -> Iterator[None]:
         """Returns the context of a window of calls, see `CalledDecoder`."""
         self._checks.check_trainable()
-        with set_aside(self.runner), self._live.counting(self.runner.executor.streams, window):
+        with set_aside(self.runner), self._counting(window):
             yield
 
     def finish_window(self) -> None:

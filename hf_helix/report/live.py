@@ -52,21 +52,24 @@ class LiveScore:
         self._since = _Since()
 
     @contextlib.contextmanager
-    def counting(self, streams: Streams, window: Sequence[MicroBatch], traces: bool = True) -> Iterator[None]:
-        """Returns a context that trains a window and counts it for the logs.
+    def counting(
+        self, streams: Streams, window: Sequence[MicroBatch], traces: bool = True, is_looked_at: bool = False
+    ) -> Iterator[Trace | None]:
+        """Returns a context that trains a window and counts it for the logs; yields its trace, if any.
 
         Args:
             streams: that run the window.
             window: the micro-batches; complete at the end of the context.
             traces: whether the first window after each log is traced.
+            is_looked_at: whether the window is traced in any case.
         """
-        start, is_traced = time.perf_counter(), traces and self.wants_trace
+        start, is_traced = time.perf_counter(), traces and (is_looked_at or self.wants_trace)
         self.begin()
         with streams.tracing() if is_traced else contextlib.nullcontext() as trace:
-            yield
+            yield trace
         tokens = sum(batch.num_tokens for batch in window)
         self.add(tokens, max((batch.length for batch in window), default=0))
-        if trace is not None:
+        if trace is not None and self.wants_trace:
             self.add_trace(trace, tokens, time.perf_counter() - start)
 
     @property

@@ -226,6 +226,17 @@ class Executor:
         self._sent: deque[tuple[Event, Tensor]] = deque()
         self._gathered: dict[Zero1FlatParameter, Event] = {}  # gathers that nothing has waited for yet
         self._bound: dict[int, tuple[Sequence[Instruction], Bound]] = {}
+        self._at: tuple[BoundInstruction, int] | None = None  # the instruction issued last
+
+    @property
+    def place(self) -> str:
+        """The operator issued last, such as `B2.layers.3.mlp.down.W`; empty before the first. For other threads."""
+        step, microbatch = self._at or (None, 0)
+        if step is None or isinstance(step, Instruction):
+            return ""
+        if isinstance(step, BoundTraffic):
+            return step.op.name
+        return self.label(microbatch, step.operator_key[0], step.op)
 
     def run(
         self,
@@ -278,6 +289,7 @@ class Executor:
                 microbatch = step.microbatch + later
                 if microbatch >= limit:
                     continue
+                self._at = step, microbatch
                 if isinstance(step, Instruction):
                     self._barrier(states, include_ahead=at_barrier is not None)
                     if at_barrier is not None:

@@ -38,12 +38,15 @@ class Rows:
     def __init__(self, count: int) -> None:
         self.rows = sequences(count)
         self.reads = -1  # how many more are good; less than 0: all
+        self.hangs = False  # whether a broken one is never read, not an error
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
         self.reads -= 1
+        if self.reads == 0 and self.hangs:
+            loop()
         if self.reads == 0:
             fail("raise", OSError(errno.EIO, "the samples of this rank cannot be read"))
         return self.rows[index]
@@ -88,6 +91,18 @@ def kill() -> None:
     fail("kill")
 
 
+def loop() -> None:
+    """Goes on for ever, and gets nowhere."""
+    print(f"failing at {time.time()}", flush=True)
+    while True:
+        time.sleep(0.01)
+
+
+def stop() -> None:
+    print(f"failing at {time.time()}", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 FAULTS: dict[str, Callable[[Rows], None]] = {
     "in a step": lambda rows: before(Executor, "_compute", kill, 30),
     "in a collective": lambda rows: before(dist, "all_reduce", kill, 1),
@@ -102,6 +117,10 @@ FAULTS: dict[str, Callable[[Rows], None]] = {
     "no room for the model": lambda rows: before(files, "write_box", full),
     "no room for adapters": lambda rows: before(PeftModel, "save_pretrained", full),
     "no room for states": lambda rows: before(dcp.FileSystemWriter, "write_data", full),
+    "for ever in a callback": lambda rows: loop(),
+    "for ever in the data": lambda rows: vars(rows).update(reads=1, hangs=True),
+    "for ever in an operator": lambda rows: before(Executor, "_compute", loop, 30),
+    "stopped": lambda rows: stop(),
 }
 
 
@@ -168,7 +187,7 @@ def main() -> None:
     trainer = HelixTrainer(model=tiny(**flags.model), args=args, train_dataset=rows)
     if flags.fault and args.process_index == flags.victim:
         # A save comes after the second step and the fourth one; steps count from 0 here. Data are read a step ahead.
-        step = 2 if flags.fault == "in the data" else 3
+        step = 2 if "in the data" in flags.fault else 3
         trainer.add_callback(AtStep(step, lambda: FAULTS[flags.fault](rows)))
     last = get_last_checkpoint(OUT) if Path(OUT).is_dir() else None
     start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

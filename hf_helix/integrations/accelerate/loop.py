@@ -39,6 +39,7 @@ from hf_helix.runtime.distributed.agreement import (
 from hf_helix.runtime.distributed.environment import check_environment
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.failures import activity
 from hf_helix.runtime.failures.heartbeat import start_watch, watched
 from hf_helix.runtime.notices import say
 from hf_helix.tuning.cache import shared_options
@@ -164,7 +165,8 @@ class HelixModel:
         if self.engine.mesh.ranks_per_batch > 1:
             with watched():
                 agree_on_action("a batch is fetched", mesh=self.engine.mesh)
-        return list(itertools.islice(batches, self._accelerator.gradient_accumulation_steps))
+        with activity.doing(activity.DATA):
+            return list(itertools.islice(batches, self._accelerator.gradient_accumulation_steps))
 
     def _agree(self, batches: Sequence[Any]) -> None:
         """Compares the windows of the ranks. Collective."""

@@ -19,6 +19,7 @@ from hf_helix.checkpoint.manifest import NAME
 from hf_helix.integrations.trainer.trackers import model_for_trackers
 from hf_helix.runtime.distributed.agreement import agree_on_action
 from hf_helix.runtime.distributed.endings import advise_on_interrupt
+from hf_helix.runtime.failures import activity
 
 FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
 _STOPS = FLAGS[-2:]
@@ -46,7 +47,7 @@ class CallbackDecisions:
     def _call(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Calls the callbacks and shares their decisions. Collective at the events of the stock loop's decisions."""
         if event != "on_save" or not self._trainer.is_saving:  # else the event follows when the folder is complete
-            with model_for_trackers(self._trainer, event):
+            with model_for_trackers(self._trainer, event), activity.doing(f"{activity.CALLBACKS}{event}"):
                 control = self._stock(event, args, state, control, **kwargs)
         is_log_of_step = event == "on_log" and self._trainer.is_in_train and "loss" in kwargs["logs"]
         if event in _EVENTS or is_log_of_step or event in self._asked:

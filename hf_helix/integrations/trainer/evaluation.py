@@ -19,6 +19,7 @@ from hf_helix.integrations.trainer.stock import TrainerAttributes
 from hf_helix.integrations.upstream import overrides
 from hf_helix.operators.vocabulary.logits import VocabLogits
 from hf_helix.runtime.distributed.agreement import agree_on_action
+from hf_helix.runtime.failures import activity
 from hf_helix.runtime.failures.heartbeat import watched
 
 # The output of `use_cache`, renamed by Transformers 5.24.
@@ -58,6 +59,7 @@ class EvaluationHooks(TrainerAttributes):
     _own_gather: Callable[[Any], Any] | None = None
 
     @overrides("Trainer", otherwise="metrics could be wrong, and a failing rank would leave the others waiting")
+    @activity.doing(activity.EVALUATION)
     def evaluation_loop(
         self,
         dataloader: Any,

@@ -27,7 +27,7 @@ from hf_helix.config import OF_A_NODE, HelixConfig
 from hf_helix.doctor.page import memory_of_run
 from hf_helix.measure.overlap import Overlap
 from hf_helix.planning.plan.predict import Prediction
-from hf_helix.report.page import WindowMemory, plan_parts, write_page
+from hf_helix.report.page import Part, WindowMemory, plan_parts, write_page
 from hf_helix.tuning.result_text import TuningResult, format_plans, format_scorecard, hint
 from hf_helix.tuning.tuner import TUNED_MICROBATCHES
 from hf_helix.version import __version__
@@ -36,6 +36,7 @@ TAG = "hf_helix"
 AXES = ("dp", "tp", "pp", "cp", "ep")  # ep takes its ranks from dp
 PACKAGES = ("torch", "transformers", "accelerate")
 PAGE = "helix/page.html"
+SLOW_RANKS = "The ranks that others have waited for, with the cause and the part of the looks in which it was seen."
 
 # A phrase of the stock card for a model trained from random weights, without the name of a base model.
 _OF_NO_MODEL = "is a fine-tuned version of [](https://huggingface.co/) on"
@@ -71,6 +72,7 @@ def _section(trainer: Any, overlap: Overlap | None) -> str:
     mixed, cuda = trainer.accelerator.mixed_precision, args.device.type == "cuda"
     device = torch.cuda.get_device_name(args.device) if cuda else f"CPU ({platform.machine()})"
     dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[trainer.model.dtype]
+    slow = engine.session.looks.describe()
     facts = {
         "layout": " ".join(f"{name}={sizes[name]}" for name in AXES),
         "ranks": f"{ranks} x {device}",
@@ -80,6 +82,7 @@ def _section(trainer: Any, overlap: Overlap | None) -> str:
         "plan": f"`{engine.plan.rule}`, {_reason(config.plan, engine.plan.rule, engine.tuning)}",
         **({"network": f"an emulated link of {engine.mesh.link}"} if engine.mesh.link else {}),
         "communication": _communication(overlap),
+        **({"slow ranks": slow.replace("\n", "; ")} if slow else {}),
         "versions": ", ".join([f"hf_helix {__version__}", *(f"{name} {version(name)}" for name in PACKAGES)]),
     }
     table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {fact} |" for name, fact in facts.items())])
@@ -138,6 +141,8 @@ def _write_page(trainer: Any, overlap: Overlap | None) -> str:
 
     try:
         parts = plan_parts(engine.plan, profile, engine.runner.scheduler(many), measured, memory)
+        if slow := engine.session.looks.describe():
+            parts = [*parts, Part("Slow ranks", SLOW_RANKS, slow)]
         write_page(page, f"{Path(trainer.args.output_dir).name}: plan {rule}", parts)
     except ImportError:
         command = "hf-helix show plan.json --profile profile.json --html page.html"

@@ -40,6 +40,7 @@ from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_suc
 from hf_helix.runtime.distributed.groups import host_name
 from hf_helix.runtime.distributed.mesh import rank, world_size
 from hf_helix.runtime.divided import full_of, plain_parameters
+from hf_helix.runtime.failures import activity
 from hf_helix.runtime.failures.exchange import StoreExchange
 from hf_helix.runtime.failures.heartbeat import RankFailure, watched
 from hf_helix.runtime.local_parameters import LocalParameter, local_parameters
@@ -139,6 +140,7 @@ class SavingHooks(PreemptionHooks):
         return factor * sum(math.prod(p["shape"]) * getattr(torch, p["dtype"]).itemsize for p in trained)
 
     @overrides("Trainer", otherwise="a run that is killed while it saves would leave a broken checkpoint")
+    @activity.doing(activity.CHECKPOINT)
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Saves as the stock method does, into a folder that is published when complete, by a thread that writes copies
         while training goes on. Collective."""

@@ -67,6 +67,7 @@ from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.timing.sizes import Sizes, size_text
 from hf_helix.runtime.distributed.agreement import agree_on_action, check_same_on_all_ranks
 from hf_helix.runtime.distributed.environment import check_environment
+from hf_helix.runtime.distributed.groups import set_timeout
 from hf_helix.runtime.distributed.mesh import world_size
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.failures.heartbeat import start_watch
@@ -86,6 +87,9 @@ USE_INSTEAD = Instead(
     "trainer.save_model(folder)",
 )
 
+
+USUAL_TIMEOUT = TrainingArguments.ddp_timeout
+"""Seconds; Transformers 5.23 makes the process group without another one if `use_cpu` is given."""
 
 # Methods of `trainer.accelerator` that do not work on a cut model, with alternatives.
 REFUSED = {
@@ -189,6 +193,8 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
     def _connect_ranks(self, args: TrainingArguments, model: Any) -> None:
         """Compares the options of the ranks, builds the mesh, and starts the heartbeat. Collective."""
+        if args.use_cpu and args.ddp_timeout != USUAL_TIMEOUT:
+            set_timeout(args.ddp_timeout)
         agree_on_action("HelixTrainer is made")
         steps, mixed = _accumulation_steps(args), args.mixed_precision
         given = self._plugin.given

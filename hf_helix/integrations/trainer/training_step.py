@@ -30,6 +30,7 @@ from hf_helix.models.stock.batch_inputs import count_targets
 from hf_helix.runtime.distributed.agreement import agree_on_action
 from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.executor import WindowEnded
+from hf_helix.runtime.failures import activity
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.notices import say
 from hf_helix.tuning.cache import export
@@ -135,7 +136,8 @@ class WindowHooks(PreemptionHooks):
         if mesh.ranks_per_batch > 1:  # the workers of their loaders draw alike
             with watched():
                 agree_on_action("a batch is fetched", mesh=mesh)
-        batches = list(itertools.islice(epoch_iterator, num_batches))
+        with activity.doing(activity.DATA):
+            batches = list(itertools.islice(epoch_iterator, num_batches))
         with watched():
             self.helix.checks.agree(batches, self._health)
         samples, num_items = super().get_batch_samples(iter(batches), num_batches, device)  # type: ignore[misc]

@@ -117,8 +117,13 @@ def record(sentence: str, late: bool = False) -> None:
 
 def print_short_ending(rank: int, because: str) -> None:
     """Prints a line for a rank that ends because of another."""
+    print_line(f"rank {rank} ends because {because.splitlines()[0]}")
+
+
+def print_line(text: str) -> None:
+    """Prints a line of hf_helix on the standard error, from any thread."""
     # Not through sys.stderr, which torch.distributed's exception hook replaces while it formats a traceback.
-    os.write(2, f"hf_helix: rank {rank} ends because {because.splitlines()[0]}\n".encode(errors="replace"))
+    os.write(2, f"hf_helix: {text}\n".encode(errors="replace"))
 
 
 def print_error(error: BaseException, trace: TracebackType | None, show: Callable[..., object]) -> str:

@@ -15,11 +15,14 @@ import platform
 import re
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from hf_helix.runtime.distributed.environment import CTAS
 
@@ -140,8 +143,29 @@ def make_groups(grid: torch.Tensor, backend: str | None = None, use: str = COLLE
     for row in grid.reshape(-1, grid.shape[-1]).tolist():
         group = dist.new_group(row, backend=backend, pg_options=options_of(use) if backend is None else None)
         if dist.get_rank() in row:
+            keep_timeout(group)
             groups.append(group)
     return groups
+
+
+def timeout_of(group: Any) -> float:
+    """Returns the seconds after which communication of a group fails: `ddp_timeout` of the launcher's group."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            return float(options._timeout.total_seconds())
+    return default_pg_timeout.total_seconds()
+
+
+def keep_timeout(group: dist.ProcessGroup) -> None:
+    """Gives a group the timeout of the launcher's group; torch gives it half an hour."""
+    _set_pg_timeout(timedelta(seconds=timeout_of(dist.group.WORLD)), group)
+
+
+def set_timeout(seconds: float) -> None:
+    """Sets the timeout of the launcher's group, for the groups that are made from now on as well."""
+    if dist.is_initialized():
+        _set_pg_timeout(timedelta(seconds=seconds))
 
 
 def group_of(grid: torch.Tensor, backend: str | None = None, use: str = COLLECTIVE) -> dist.ProcessGroup:

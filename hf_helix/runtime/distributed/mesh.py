@@ -403,12 +403,15 @@ def _rows_of(sizes: Mapping[str, int], dp_replicate_size: int = 1) -> dict[str, 
 def _device_mesh(device: torch.device, dp_size: int, shared: int) -> DeviceMesh:
     sizes = {"dp_replicate": (dp_size, groups.GRADIENTS), "tp": (shared, groups.COLLECTIVE)}
     options = {name: groups.options_of(use) for name, (size, use) in sizes.items() if size > 1}
-    return init_device_mesh(
+    mesh = init_device_mesh(
         device.type,
         (dp_size, shared),
         mesh_dim_names=tuple(sizes),
         backend_override={name: each for name, each in options.items() if each is not None} or None,
     )
+    for group in mesh.get_all_groups():
+        groups.keep_timeout(group)
+    return mesh
 
 
 WARM_UP = 1, 2**23

@@ -45,8 +45,18 @@ class BoundedStore:
         """Returns the values of several keys, in one request."""
         return self._ask(lambda: self.store.multi_get(list(keys)))
 
+    def has(self, keys: Sequence[str]) -> bool:
+        """Returns whether all keys are set."""
+        return self._ask(lambda: self.store.check(list(keys)))
+
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Sets a key that has the expected value; returns its value."""
+        """Sets a key that has the expected value; returns its value.
+
+        Args:
+            key: of the store.
+            expected: the value now; empty for no value.
+            desired: the value to set.
+        """
         return self._ask(lambda: self.store.compare_set(key, expected, desired))
 
     def _ask(self, request: Callable[[], T]) -> T:

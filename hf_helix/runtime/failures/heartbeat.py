@@ -3,27 +3,32 @@
 In:   heartbeats of all ranks and the first error of any, through the store of the process group.
 Out:  an error that names the rank; a process that ends.
 Must hold: the watch never ends a healthy run: a rank counts as dead only after `DEAD_AFTER` seconds without a
-heartbeat, or after failed communication with it; the host of the store after the same time without an answer. The
+heartbeat, or after failed communication with it; the host of the store after the same time without an answer; and one
+that lives as `progress` says. The
 load of the store per second does not grow with the number of ranks: rank 0 watches all ranks, the others watch rank 0
 and the report of a failure. Process groups are destroyed at exit, unless the run failed. `endings` prints the messages.
 """
 
 import atexit
 import contextlib
+import math
 import os
+import platform
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 import torch.distributed as dist
 
 from hf_helix.runtime.distributed import agreement, endings
-from hf_helix.runtime.distributed.groups import wait_for_gloo
+from hf_helix.runtime.distributed.groups import timeout_of, wait_for_gloo
 from hf_helix.runtime.distributed.mesh import forget_meshes, world_size
+from hf_helix.runtime.failures import activity
 from hf_helix.runtime.failures.bounded_store import BoundedStore
+from hf_helix.runtime.failures.progress import Progress, Standing, describe_late
 from hf_helix.runtime.failures.restarts import connect_store
 
 SHORTEST, LONGEST = 0.5, 4.0  # seconds between two heartbeats of a rank
@@ -42,16 +47,18 @@ class RankFailure(RuntimeError):
 class Watch:
     """Heartbeats of this rank, and a watch over the others. A process has one watch, see `start_watch`.
 
-    The heartbeat of a rank is a number, with " told" after it once the rank has given the reason of its end, or "left".
+    The heartbeat of a rank is a number and its standing, with " told" after them once the rank has given the reason of
+    its end, or "left".
 
     Args:
         rank, world: this rank, and the number of ranks.
         store: shared by all ranks, empty.
+        timeout: of the process group, in seconds.
     """
 
     has_spoken = False  # whether this rank has given the reason of its end
 
-    def __init__(self, rank: int, world: int, store: BoundedStore) -> None:
+    def __init__(self, rank: int, world: int, store: BoundedStore, timeout: float = math.inf) -> None:
         self.rank = rank
         self.world = world
         self.interval = interval_of(world)
@@ -61,6 +68,8 @@ class Watch:
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._in_step = False
         self._count = 0
+        self._host = platform.node()
+        self._progress = Progress(timeout, self.interval)
         self._failure = ""  # the reason that another rank has given for its end
         self._has_told = False
         self._dead: set[int] = set()
@@ -86,7 +95,7 @@ class Watch:
         except RankFailure:
             raise
         except RuntimeError as error:
-            culprit = self.find_culprit() if _is_communication_error(error) else None
+            culprit = self.find_culprit(_is_late(error)) if _is_communication_error(error) else None
             if culprit is None:
                 raise
             raise RankFailure(culprit) from error
@@ -152,14 +161,25 @@ class Watch:
     def _round(self) -> str:
         """Sends a heartbeat and reads the others', in two requests; returns why this rank must end."""
         self._beat()
-        failure = self._look(self._watched, DEAD_AFTER, self._seen)
+        failure = self._look(self._watched, DEAD_AFTER, self._seen) or self._look_at_progress()
         if failure and not self._failure:
             failure = self._store.compare_set(FAILED, "", failure).decode()  # for the others
         return failure
 
     def _beat(self) -> None:
         self._count += 1
-        self._store.set(_beat_of(self.rank), f"{self._count}{TOLD.decode() if self._has_told else ''}")
+        standing = Standing.mine(self._host).pack()
+        self._store.set(_beat_of(self.rank), f"{self._count}\t{standing}{TOLD.decode() if self._has_told else ''}")
+
+    def _look_at_progress(self) -> str:
+        """Returns a rank without progress, by the last heartbeats; prints a notice before it comes to that."""
+        if self.rank > 0:
+            return ""
+        now = time.monotonic()
+        self._progress.note(_standings(self._seen), now)
+        if notice := self._progress.notice(now, activity.longest_step):
+            endings.print_line(notice)
+        return self._progress.failure(now)
 
     def _look(self, others: Sequence[int], limit: float, seen: dict[int, tuple[bytes, float]]) -> str:
         """Returns the reported failure, or a rank after a long silence; in a single request."""
@@ -191,20 +211,22 @@ class Watch:
         """Returns the rank with the longest silence among the ranks without a new heartbeat for `limit` seconds."""
         now, silent = time.monotonic(), []
         for other, beat in beats.items():
-            if other == self.rank or beat == LEFT:
-                continue
-            if seen.get(other, (None, 0.0))[0] != beat:
+            if beat == LEFT:
+                seen.pop(other, None)
+            elif seen.get(other, (None, 0.0))[0] != beat:
                 seen[other] = (beat, now)
-            elif now - seen[other][1] > limit:
+            elif other != self.rank and now - seen[other][1] > limit:
                 silent.append((seen[other][1], other))
         if not silent:
             return ""
         _, dead = min(silent)
         self._dead.add(dead)
-        return f"rank {dead} died: no sign of life for {limit:.0f} s"
+        standing = _standing_of(seen[dead][0])
+        return f"rank {dead} died: no sign of life for {limit:.0f} s (last seen on {standing.host} in {standing.text})"
 
-    def find_culprit(self) -> str | None:
-        """Returns the rank that caused a communication error, after a wait for its report or its silence."""
+    def find_culprit(self, is_late: bool = False) -> str | None:
+        """Returns the rank that caused a communication error, after a wait for its report or its silence; if `is_late`,
+        communication has waited too long, also a rank that does something else."""
         limit = 4 * self.interval
         deadline = time.monotonic() + GRACE + limit
         seen: dict[int, tuple[bytes, float]] = {}
@@ -216,6 +238,7 @@ class Watch:
                     return culprit
                 time.sleep(self.interval)
             gone = [other for other, beat in self._beats() if beat == LEFT]
+            busy = {other: each for other, each in _standings(seen).items() if not each.waits} if is_late else {}
         except TimeoutError:
             return self._failure or SILENT
         except dist.DistError:
@@ -225,7 +248,7 @@ class Watch:
             return (
                 f"rank {gone[0]} has ended its script while {doing or f'rank {self.rank} still communicates with it'}"
             )
-        return None
+        return describe_late(busy) or None
 
     def _end(self, failure: str) -> None:
         """Gives the main thread time to raise and print the error itself, then ends the process."""
@@ -245,6 +268,15 @@ def _beat_of(rank: int) -> str:
     return f"beat/{rank}"
 
 
+def _standing_of(beat: bytes) -> Standing:
+    return Standing.read(beat.decode().removesuffix(TOLD.decode()).partition("\t")[2])
+
+
+def _standings(seen: Mapping[int, tuple[bytes, float]]) -> dict[int, Standing]:
+    """Returns the standings of ranks, by their last heartbeats."""
+    return {other: _standing_of(beat) for other, (beat, _) in seen.items()}
+
+
 _watch: Watch | None = None
 _group: Callable[[], object] | None = None  # a weak reference to the watched process group
 _failed = False
@@ -261,7 +293,8 @@ def start_watch() -> Watch | None:
         if _watch is not None:
             _watch.close()
         store = BoundedStore(connect_store(), DEAD_AFTER)
-        _watch, _group = Watch(dist.get_rank(), dist.get_world_size(), store), weakref.ref(world)
+        _watch = Watch(dist.get_rank(), dist.get_world_size(), store, timeout_of(world))
+        _group = weakref.ref(world)
         _watch.start()
         install_hook()
     return _watch
@@ -327,7 +360,7 @@ def _culprit_of(error: BaseException) -> str:
     if isinstance(error, RankFailure):
         return str(error)
     if _watch is not None and isinstance(error, RuntimeError) and _is_communication_error(error):
-        return _watch.find_culprit() or ""
+        return _watch.find_culprit(_is_late(error)) or ""
     return endings.remote_description(error)
 
 
@@ -335,6 +368,11 @@ def _is_communication_error(error: RuntimeError) -> bool:
     text = str(error).lower()
     signs = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe")
     return isinstance(error, dist.DistBackendError) or any(sign in text for sign in signs)
+
+
+def _is_late(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text
 
 
 @atexit.register

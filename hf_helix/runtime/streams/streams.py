@@ -242,9 +242,10 @@ class CpuStreams(Streams):
     def compute(self, work: Callable[[], Any], label: str) -> Any:
         if self.trace is None:
             return work()
-        start = time.perf_counter()
+        start, before = time.perf_counter(), time.thread_time()
         result = work()
-        self.trace.spans.append(Span("compute", label, start, time.perf_counter()))
+        core = time.thread_time() - before
+        self.trace.spans.append(Span("compute", label, start, time.perf_counter(), core=core))
         return result
 
     def synchronize(self) -> None:

@@ -16,12 +16,14 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Span:
-    """One operator on one stream; seconds on the device's own clock."""
+    """One operator on one stream; seconds on the device's own clock. `core` is the time that a computation has had a
+    core, which other processes may take from it; None if the device has no other users."""
 
     stream: str
     label: str
     start: float
     end: float
+    core: float | None = field(default=None, kw_only=True)
 
     @property
     def seconds(self) -> float:

@@ -108,6 +108,9 @@ CASE = {
     "data": {"count": 40, "lengths": (16,)},
     "training": {"gradient_accumulation_steps": 2, "max_steps": 4, "logging_steps": 2},
 }
+RANKS = {"helix/slowest_rank", "helix/slowest_rank_share"}
+"""Entries of runs with several steps, see test_slow_ranks.py."""
+
 SPEED = {"helix/tokens_per_second", "helix/tflops_per_device"}
 
 
@@ -150,7 +153,7 @@ def test_logs_of_a_real_training(cluster_of: Any, tmp_path: Path) -> None:
         assert rank["plan"] == "search"
         assert len(rank["logs"]) == 2
         for entry in rank["logs"]:
-            ours = {key for key in entry if key.startswith("helix/")}
+            ours = {key for key in entry if key.startswith("helix/")} - RANKS
             assert {"helix/overlapped_fraction"} <= ours <= set(SHORT)
             assert {"loss", "grad_norm", "learning_rate", "epoch", "step"} <= entry.keys()
             assert all(0 <= entry[key] <= 1 for key in ours)
@@ -186,7 +189,7 @@ def test_logs_of_a_plan_that_needs_no_measurement(cluster_of: Any, tmp_path: Pat
     case = {"folder": str(tmp_path), "helix": {"tp_size": 2, "plan": "greedy"}, **CASE}
     first, second = cluster_of(2).run(score, **case, measure=True)
     for entry in first["logs"] + second["logs"]:
-        assert {key for key in entry if key.startswith("helix/")} == {"helix/overlapped_fraction"}
+        assert {key for key in entry if key.startswith("helix/")} - RANKS == {"helix/overlapped_fraction"}
     for rank in (first, second):
         assert rank["figures"].keys() == SPEED | {"helix/overlapped_fraction", "helix/exposed_ms"}
         overlap = rank["overlap"]
