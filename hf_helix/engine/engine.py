@@ -236,6 +236,10 @@ class Engine:
         """All figures of the last log."""
         return self.diagnostics.figures
 
+    def log_entries(self, full: bool = False) -> dict[str, float]:
+        """See `Diagnostics.log_entries`."""
+        return self.diagnostics.log_entries(full)
+
     def measure_overlap(self, repeats: int = 5) -> Overlap:
         """See `Diagnostics.measure_overlap`."""
         return self.diagnostics.measure_overlap(repeats)

@@ -130,7 +130,7 @@ def train_in_a_loop() -> list[Any]:
             if number == BEGIN and accelerator.process_index == SLOW:
                 rows.seconds = 0.02
         time.sleep(1)
-        figures = model.engine.log_entries()
+        figures = model.engine.diagnostics.log_entries()
     return [[each.verdict.about for each in model.engine.session.looks.named], figures]
 
 

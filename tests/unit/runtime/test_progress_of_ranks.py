@@ -106,7 +106,7 @@ def test_a_line_of_the_users_code_is_named(seen: Callable[[], tuple[str, bool]])
         while time.monotonic() < end:
             pass
     text, waits = seen()
-    assert text.startswith("data loading, sample 3 (test_progress.py:")
+    assert text.startswith("data loading, sample 3 (test_progress_of_ranks.py:")
     assert not waits
 
 
@@ -122,7 +122,7 @@ def test_a_collective_of_the_users_code_is_no_wait_of_the_run(seen: Callable[[],
     with pytest.raises(RuntimeError):
         dist.init_process_group("gloo", **options)
     text, waits = seen()
-    assert text.startswith("the script (test_progress.py:")
+    assert text.startswith("the script (test_progress_of_ranks.py:")
     assert not waits
 
 
