@@ -35,7 +35,7 @@ def timed_traffic(profile: Profile, amounts: Amounts, case: Case, cluster: Clust
     sums, gathers = gradient_sums(amounts, profile.layout, case), weight_gathers(amounts, profile.layout, case)
     if not sums and not gathers:
         return profile
-    layout = layout_with_traffic(profile.layout, amounts, case)
+    layout = _with(profile.layout, sums, gathers, case)
     times = dict(profile.times)
     for traffic, (bucket, experts) in zip(layout.reductions, sums, strict=True):
         seconds = _seconds(bucket, experts, case, cluster)
@@ -52,8 +52,13 @@ def timed_traffic(profile: Profile, amounts: Amounts, case: Case, cluster: Clust
 
 def layout_with_traffic(layout: Layout, amounts: Amounts, case: Case) -> Layout:
     """Returns a layout with the traffic of a window, as in training."""
-    buckets = [bucket for bucket, _ in gradient_sums(amounts, layout, case)]
-    weights = [flat for flat, _ in weight_gathers(amounts, layout, case)]
+    return _with(layout, gradient_sums(amounts, layout, case), weight_gathers(amounts, layout, case), case)
+
+
+def _with(
+    layout: Layout, sums: list[tuple[Bucket, int]], gathers: list[tuple[FlatWeights, KeptWeights]], case: Case
+) -> Layout:
+    buckets, weights = [bucket for bucket, _ in sums], [flat for flat, _ in gathers]
     return with_traffic(layout, buckets, weights, bool(case.offload), case.reduces_often)
 
 

@@ -38,6 +38,11 @@ def notice_of_launcher() -> str:
     return f"layouts: a node that joins this torchrun will end it; start torchrun with {OWN_STORE} in its environment"
 
 
+def replicas_of(given: HelixConfig) -> dict[int, int]:
+    """Returns the number of data-parallel ranks of each number of ranks in `layouts`."""
+    return {world: world // config.ranks_per_batch for world, config in given.by_world().items()}
+
+
 def steps_of(given: HelixConfig, steps: int) -> int:
     """Returns the micro-batches with which a step on this run's ranks has as many samples as on the most ranks.
 
@@ -50,7 +55,7 @@ def steps_of(given: HelixConfig, steps: int) -> int:
     """
     if given.layouts is None:
         return steps
-    replicas = {world: world // config.ranks_per_batch for world, config in given.by_world().items()}
+    replicas = replicas_of(given)
     most = max(replicas)
     taken = steps * replicas[most]
     unfit = {world: count for world, count in replicas.items() if taken % count}

@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from hf_helix.config import HelixConfig
-from hf_helix.integrations.accelerate.layouts import steps_of
+from hf_helix.integrations.accelerate.layouts import replicas_of, steps_of
 
 _OF_GENERATION = ("steps_per_generation", "generation_batch_size")
 """Arguments of TRL's online classes, which follow from `gradient_accumulation_steps` unless given."""
@@ -60,7 +60,7 @@ def check_epochs(trainer: Any, given: HelixConfig, steps: int) -> None:
     is_shared = args.accelerator_config.split_batches
     if given.layouts is None or is_shared or not args.dataloader_drop_last or not hasattr(data, "__len__"):
         return
-    replicas = {world: world // config.ranks_per_batch for world, config in given.by_world().items()}
+    replicas = replicas_of(given)
     taken, rows = steps * replicas[max(replicas)], args.train_batch_size
     found = {world: math.ceil(len(data) // (rows * count) / (taken // count)) for world, count in replicas.items()}
     if len(set(found.values())) > 1:
