@@ -144,6 +144,7 @@ class Looks:
         return RankTimes(
             host=platform.node(),
             seconds=max(now.time - since.time - rest, 1e-6) / self.every,
+            windows=self.every,
             tokens=sum(batch.num_tokens for batch in window) / max(len(window), 1),
             data=spent.get(activity.DATA, 0.0) / self.every,
             host_busy={name: seconds / self.every for name, seconds in host.items()},

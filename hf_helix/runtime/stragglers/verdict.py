@@ -4,8 +4,8 @@ In:   the times of every rank in each look.
 Out:  the rank that the others wait for, its cause and cost; or nothing.
 Must hold: windows of all ranks take equally long, since ranks wait for each other, so a rank's own numbers cannot say
 whether it is slow. Every number is compared with the same number of other ranks, and its part of theirs with its part
-in the past. All causes have one currency: the seconds of a window that the rank takes longer. The largest decides. A
-verdict needs the same rank and cause in `LOOKS` looks in a row.
+in the past. All causes have one currency: the share of the time of a window by which the rank takes longer. The largest
+decides.
 
     cause              number                                                    compared with
     computing slower   time of an operator, median over operators                ranks with equal units and tokens
@@ -14,6 +14,10 @@ verdict needs the same rank and cause in `LOOKS` looks in a row.
     data late          time of data loading                                      the other ranks
     host busy          pauses, garbage collections, callbacks                    the other ranks
 
+A slow core or link slows every window: it must do so in each of the last `LOOKS` looks, and the smallest share counts.
+Late data and pauses are events, and most windows of a few milliseconds have none: all looks of the last `SPAN` seconds
+count, without the one with the largest event, so one event is no verdict.
+
 A rank that arrives at a transfer before others waits inside, so its time says nothing of its link.
 """
 
@@ -21,14 +25,15 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 COMPUTING, LINK, DATA, HOST = "computing slower", "link slower", "data late", "host busy"
 
-LOOKS = 2  # in a row with the same verdict
+LOOKS = 2  # in a row with the same slow core or link
+SPAN = 2.0  # seconds of looks in which events count, at least `LOOKS` looks
 PAST, LEAST_PAST = 8, 3  # looks before these: the most that count, and the fewest
 GROWN, LARGE = 1.15, 1.25  # factors of a slower core: over the past, and without a past
 LINK_FACTOR = 1.4
@@ -75,6 +80,7 @@ class RankTimes:
     Attributes:
         host: the name of its host.
         seconds: of a window with everything until the next.
+        windows: since the look before.
         tokens: of a micro-batch.
         operators: computations, by names that only operators of equal sizes share.
         transfers: by group.
@@ -84,6 +90,7 @@ class RankTimes:
 
     host: str
     seconds: float
+    windows: int = 1
     tokens: float = 1.0
     operators: Mapping[str, Timed] = field(default_factory=dict)
     transfers: Mapping[str, Transfers] = field(default_factory=dict)
@@ -105,14 +112,14 @@ class Excess(NamedTuple):
     """What a rank takes longer than others.
 
     Attributes:
-        seconds: of a window.
+        share: of the time of a window.
         cause: one of four.
         detail: the operator, the axis, or what the host does.
         factor: of the time that it takes in other ranks; 0 if there is none to compare with.
         is_large: whether it is beyond noise.
     """
 
-    seconds: float
+    share: float
     cause: str
     detail: str = ""
     factor: float = 0.0
@@ -130,13 +137,11 @@ class Verdict(NamedTuple):
     Attributes:
         ranks: in the launcher's group, with `hosts`.
         excess: the cause.
-        share: of a window's time.
     """
 
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
     excess: Excess
-    share: float
 
     @property
     def about(self) -> tuple[tuple[int, ...], str]:
@@ -146,7 +151,7 @@ class Verdict(NamedTuple):
     def __str__(self) -> str:
         names = [f"{rank} ({host})" for rank, host in zip(self.ranks, self.hosts, strict=True)]
         who = f"rank{'s' * (len(names) > 1)} {', '.join(names)}"
-        return f"the others wait for {who}: {self.excess}, {self.share:.0%} of the time of a step"
+        return f"the others wait for {who}: {self.excess}, {min(1.0, self.excess.share):.0%} of the time of a step"
 
 
 # -- a look ----------------------------------------------------------------------------------------------------------
@@ -253,67 +258,89 @@ class History:
     def __init__(self) -> None:
         self._past: deque[Compared] = deque(maxlen=PAST)
         self._last: deque[Compared] = deque(maxlen=LOOKS)
+        self._span: deque[Compared] = deque()
         self._named: list[Compared] = []  # of the last
 
     def add(self, look: Compared) -> Verdict | None:
-        """Takes a look; returns the verdict of the last `LOOKS`."""
+        """Takes a look; returns the verdict of the last ones."""
         if len(self._last) == LOOKS and self._last[0] not in self._named:
             self._past.append(self._last[0])
         self._last.append(look)
-        verdict = judge(self._past, self._last)
+        self._span.append(look)
+        while len(self._span) > LOOKS and _seconds_of([*self._span][1:]) >= SPAN:
+            self._span.popleft()
+        verdict = judge(self._past, self._last, self._span)
         self._named = [*self._last] if verdict else [each for each in self._named if each in self._last]
         return verdict
 
     def slowest(self) -> tuple[int, float] | None:
         """Returns the rank with the largest excess that lasts over the last looks, and its share of a step's time,
         without a word on whether it is noise; None before the first look."""
-        return _slowest(self._past, [*self._last]) if self._last else None
+        if not self._last:
+            return None
+        ranks = range(len(self._last[-1].times))
+        shares = [max(each.share for each in _excesses(self._past, self._last, self._span, rank)) for rank in ranks]
+        most = max(ranks, key=shares.__getitem__)
+        return most, min(1.0, max(0.0, shares[most]))
 
 
-def judge(past: Sequence[Compared], last: Sequence[Compared]) -> Verdict | None:
-    """Returns the verdict of the last looks, compared with those of the past."""
-    found = [_verdict_of(look, past) for look in last]
-    if len(found) < LOOKS or None in found or len({each.about for each in found if each is not None}) > 1:
+def judge(past: Sequence[Compared], last: Sequence[Compared], span: Sequence[Compared]) -> Verdict | None:
+    """Returns the verdict of the last looks, compared with those of the past; None without one.
+
+    Args:
+        past: looks before the last.
+        last: `LOOKS` of them, or fewer at first.
+        span: the looks of the last `SPAN` seconds.
+    """
+    if len(last) < LOOKS:
         return None
-    return found[-1]
-
-
-def _slowest(past: Sequence[Compared], last: Sequence[Compared]) -> tuple[int, float]:
-    shares = []
-    for rank in range(len(last[-1].times)):
-        of_looks = [[each.seconds / look.times[rank].seconds for each in _excesses(look, past, rank)] for look in last]
-        shares.append(max(map(min, zip(*of_looks, strict=True))))
-    most = max(range(len(shares)), key=shares.__getitem__)
-    return most, min(1.0, max(0.0, shares[most]))
-
-
-def _verdict_of(look: Compared, past: Sequence[Compared]) -> Verdict | None:
     found = {}
-    for rank, times in enumerate(look.times):
-        most = max(each for each in _excesses(look, past, rank) if each.is_large)
-        if most.seconds >= LEAST_SHARES[most.cause] * times.seconds:
+    for rank in range(len(last[-1].times)):
+        large = [each for each in _excesses(past, last, span, rank) if each.is_large]
+        if large and (most := max(large)).share >= LEAST_SHARES[most.cause]:
             found[rank] = most
     if not found:
         return None
     worst = max(found, key=lambda rank: found[rank])
-    excess = found[worst]
     ranks = [worst]
-    if excess.cause == LINK:  # a slow link between hosts slows all ranks of a group
-        ranks = [rank for rank, each in found.items() if each.cause == LINK and each.seconds > 0.8 * excess.seconds]
-    hosts = [look.times[rank].host for rank in ranks]
-    return Verdict(tuple(ranks), tuple(hosts), excess, min(1.0, excess.seconds / look.times[worst].seconds))
+    if found[worst].cause == LINK:  # a slow link between hosts slows all ranks of a group
+        ranks = [rank for rank, each in found.items() if each.cause == LINK and each.share > 0.8 * found[worst].share]
+    return Verdict(tuple(ranks), tuple(last[-1].times[rank].host for rank in ranks), found[worst])
 
 
-def _excesses(look: Compared, past: Sequence[Compared], rank: int) -> list[Excess]:
+def _excesses(past: Sequence[Compared], last: Sequence[Compared], span: Sequence[Compared], rank: int) -> list[Excess]:
     """Returns the excess of a rank by every cause."""
-    mine, others = look.times[rank], [each for other, each in enumerate(look.times) if other != rank]
-    late = mine.data - statistics.median(each.data for each in others)
     return [
-        _computing(look, past, rank),
-        _link(look, past, rank),
-        Excess(late, DATA, is_large=True),
-        _host(mine, others),
+        min(_computing(look, past, rank) for look in last),
+        min(_link(look, past, rank) for look in last),
+        _events(span, rank, DATA, lambda times: {"": times.data}),
+        _events(span, rank, HOST, lambda times: times.host_busy),
     ]
+
+
+def _events(
+    span: Sequence[Compared], rank: int, cause: str, seconds_of: Callable[[RankTimes], Mapping[str, float]]
+) -> Excess:
+    """Returns the excess of a rank by events: in all looks of a span but the one with the most."""
+    causes: Counter[str] = Counter()
+    seconds = {}
+    for look in span:
+        windows, mine = look.times[rank].windows, seconds_of(look.times[rank])
+        others = [seconds_of(each) for other, each in enumerate(look.times) if other != rank]
+        late = {
+            name: windows * (value - statistics.median(each.get(name, 0.0) for each in others))
+            for name, value in mine.items()
+        }
+        causes.update(late)
+        seconds[look] = sum(late.values())
+    rest = sorted(span, key=seconds.__getitem__)[:-1]
+    share = sum(seconds[look] for look in rest) / _seconds_of(rest) if rest else 0.0
+    return Excess(share, cause, max(causes, key=causes.__getitem__, default=""), is_large=True)
+
+
+def _seconds_of(looks: Sequence[Compared]) -> float:
+    """Returns the time of the windows of some looks."""
+    return sum(look.times[0].windows * look.times[0].seconds for look in looks)
 
 
 def _computing(look: Compared, past: Sequence[Compared], rank: int) -> Excess:
@@ -325,7 +352,8 @@ def _computing(look: Compared, past: Sequence[Compared], rank: int) -> Excess:
     known = [each[0] for each in earlier if each is not None]
     grown = factor / statistics.median(known) if len(known) >= LEAST_PAST else 0.0
     most = max(factor if factor >= LARGE else 0.0, grown)
-    return Excess((most - 1) * seconds, COMPUTING, f"most in {plain(operator)}", most, most >= GROWN)
+    share = (most - 1) * seconds / look.times[rank].seconds
+    return Excess(share, COMPUTING, f"most in {plain(operator)}", most, most >= GROWN)
 
 
 def plain(operator: str) -> str:
@@ -349,7 +377,8 @@ def _link_of_group(look: Compared, past: Sequence[Compared], rank: int, group: s
     if len(weighed) < FEWEST or sum(weight for _, weight in weighed) < LEAST_LAST * sum(usual):
         return Excess(0.0, LINK, transfers.axis)
     factor, seconds = _weighted_quantile(weighed, LOW), sum(usual) * transfers.count / len(usual)
-    return Excess((factor - 1) * seconds, LINK, f"axis {transfers.axis}", factor, factor >= LINK_FACTOR)
+    share = (factor - 1) * seconds / look.times[rank].seconds
+    return Excess(share, LINK, f"axis {transfers.axis}", factor, factor >= LINK_FACTOR)
 
 
 def _usual(look: Compared, past: Sequence[Compared], group: str) -> list[float]:
@@ -379,12 +408,3 @@ def _about(times: Sequence[RankTimes], group: str) -> tuple[str, int]:
     """Returns the axis of a group, and the number of its hosts."""
     members = [each for each in times if group in each.transfers]
     return members[0].transfers[group].axis, len({each.host for each in members})
-
-
-def _host(mine: RankTimes, others: Sequence[RankTimes]) -> Excess:
-    usual = statistics.median(sum(each.host_busy.values()) for each in others)
-    late = {
-        name: seconds - statistics.median(each.host_busy.get(name, 0.0) for each in others)
-        for name, seconds in mine.host_busy.items()
-    }
-    return Excess(sum(mine.host_busy.values()) - usual, HOST, max(late, key=late.__getitem__, default=""), 0.0, True)

@@ -58,6 +58,8 @@ class World:
     tokens: Sequence[float] = (256, 256, 256, 256)
     noise: float = 0.04
     world: int = 4
+    seconds: float = WINDOW
+    windows: int = 1
 
     def look(self) -> Compared:
         samples = {group: self.transfers(ranks) for group, (_, ranks) in GROUPS.items()}
@@ -72,12 +74,16 @@ class World:
         core, tokens = self.cores.get(rank, 1.0) * self.around(), self.tokens[rank] / 256
         return RankTimes(
             host=self.hosts[rank],
-            seconds=WINDOW,
+            seconds=self.seconds,
+            windows=self.windows,
             tokens=self.tokens[rank],
             operators={name: Timed(16, seconds * core * self.around() * tokens) for name, seconds in SECONDS.items()},
             transfers=transfers,
-            data=0.01 * self.around() + self.data.get(rank, 0.0),
-            host_busy={"garbage collection": 0.01 * self.around(), "pauses": self.pauses.get(rank, 0.0)},
+            data=0.01 * self.seconds * self.around() + self.data.get(rank, 0.0),
+            host_busy={
+                "garbage collection": 0.01 * self.seconds * self.around(),
+                "pauses": self.pauses.get(rank, 0.0),
+            },
         )
 
     def transfers(self, ranks: Sequence[int]) -> dict[int, list[Transfer]]:
@@ -152,6 +158,24 @@ def test_a_real_link_slows_all_ranks_of_its_groups() -> None:
     assert verdict is not None
     assert verdict.excess.cause == LINK
     assert 1 in verdict.ranks
+
+
+@pytest.mark.parametrize("kind", ["data", "pauses"])
+@pytest.mark.parametrize("windows", [1, 5])
+def test_events_between_short_looks_are_named(kind: str, windows: int) -> None:
+    """Most looks of a few milliseconds have no event: those of some seconds count together, and one event does not."""
+    draw, length = random.Random(12), 0.04
+
+    def look(number: int, every: int) -> Compared:
+        delay = {1: 0.15 / windows} if number % every == every - 1 else {}
+        return World(draw, seconds=length + sum(delay.values()), windows=windows, **{kind: delay}).look()
+
+    found = verdicts(look(number, 12 // windows) for number in range(60))
+    named = [each.about for each in found if each is not None]
+    assert set(named) == {((1,), DATA if kind == "data" else HOST)}
+    assert found[: 12 // windows] == [None] * (12 // windows)
+    assert len(named) > 30
+    assert set(verdicts(look(number, 100) for number in range(180))) == {None}
 
 
 @pytest.mark.parametrize("emulated", [True, False])
