@@ -213,6 +213,7 @@ class Session:
                 note = None if digests is None else digests.add
                 losses = self.runner.train_window(window, may_begin=may_begin, note=note)
             if digests is not None:
+                digests.add_rest(self._cut.model.parameters())
                 self._verify(window, digests, step)
         self._divided.note_gradients()
         return losses
@@ -239,6 +240,7 @@ class Session:
         again = Digests()
         with measured(self.runner):
             in_another_order(self.runner).train_window(window, note=again.add)
+            again.add_rest(self._cut.model.parameters())
             forget_gradients(self.runner)
         names = {parameter: name for name, parameter in self._cut.model.named_parameters()}
         raise_if_different(digests.differing(again), names, step + 1)

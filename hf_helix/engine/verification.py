@@ -1,12 +1,12 @@
 """Silent corruption: the gradients of a window are computed a second time, in another order, and compared bit by bit.
 
-In:   a window that has run, with digests of its gradients on this rank before any sum over ranks.
+In:   a window that has run, with digests of its gradients on this rank, before any sum over ranks.
 Out:  nothing, or an error on every rank that names the ranks and parameters that differ.
 Must hold: gradients are the same bits in every order of issue (on CUDA: with deterministic kernels), so a difference is
 a wrong bit of a core, a memory or a link. One changed bit always changes a digest. The host reads the digests once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,12 @@ class Digests:
         if parameter.grad is not None:
             made = digest(parameter.grad)
             self._sums[parameter] = self._sums[parameter] + made if parameter in self._sums else made
+
+    def add_rest(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Adds the gradients that no sum over ranks has noted, such as those of a pipeline stage, after the window."""
+        for parameter in parameters:
+            if parameter not in self._sums:
+                self.add(parameter)
 
     def differing(self, other: "Digests") -> list[nn.Parameter]:
         """Returns the parameters whose digests are not the same."""
