@@ -268,6 +268,8 @@ def beside_study(options: argparse.Namespace) -> None:
         def on_step_begin(self, *given: Any, **more: Any) -> None:
             begins.append(time.perf_counter())
 
+        on_step_begin.__module__ = "hf_helix.benchmarks"  # else weights are copied at once, since it might change them
+
         def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             ends.append((time.perf_counter(), getattr(trainer, "is_writing", False)))
             control.should_save = state.global_step in (BETWEEN, 2 * BETWEEN)

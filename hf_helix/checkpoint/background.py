@@ -1,10 +1,12 @@
 """Writing in the background: what a save still has to write once training may go on.
 
-In:   copies of this rank's tensors on the host; functions that write files, and the one that publishes them.
+In:   this rank's tensors, to be copied on the host; functions that write files, and the one that publishes them.
 Out:  the same files, written by a thread; the same error on every rank if any could not write.
 Must hold: the thread uses no process group and no device, so it meets no communication of training; it takes what
-computation leaves of the cores. Files are published when all ranks have written. Only what this rank writes is copied,
-and each copy is freed once written.
+computation leaves of the cores. Weights and states on the host are copied by the thread while the next window runs,
+since they do not change before the optimizer's step, which copies what is left; everything else is copied at once.
+Files are published when all ranks have written. Only what this rank writes is copied, and each copy is freed once
+written.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import os
 import sys
 import threading
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,6 +71,7 @@ class BackgroundSave:
 
     Args:
         writes: the parts of the save.
+        copies: of their tensors.
         publish: publishes the files, on rank 0.
         abandon: removes unfinished files after an error, on rank 0.
         exchange: of all ranks.
@@ -78,12 +81,13 @@ class BackgroundSave:
     def __init__(
         self,
         writes: Sequence[Writes],
+        copies: Copies,
         publish: Callable[[], object],
         abandon: Callable[[], object],
         exchange: StoreExchange,
         yields: bool,
     ) -> None:
-        self._writes, self._publish, self._abandon = writes, publish, abandon
+        self._writes, self._copies, self._publish, self._abandon = writes, copies, publish, abandon
         self._exchange, self._yields = exchange, yields
         self._error: Exception | None = None
         self._has_written = threading.Event()
@@ -119,6 +123,7 @@ class BackgroundSave:
         if self._yields:
             _yield_cores()
         try:
+            self._copies.fill()
             results: list[Any] = []
             mine = _attempt(lambda: results.extend(each.write() for each in self._writes))
             self._has_written.set()
@@ -174,6 +179,8 @@ class Copies:
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._empty: deque[tuple[Tensor, Tensor]] = deque()  # copies, and what belongs in them
         self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)  # by bytes, of the save before
         self._returned: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
 
@@ -181,15 +188,35 @@ class Copies:
         """Begins a save, after the end of the one before."""
         self._free, self._returned = self._returned, defaultdict(list)
 
-    def of(self, value: Tensor) -> Tensor:
-        """Returns a contiguous copy of a tensor."""
+    def of(self, value: Tensor, is_held: bool = False) -> Tensor:
+        """Returns a contiguous copy of a tensor.
+
+        Args:
+            value: the tensor.
+            is_held: whether its memory keeps these values until the next step, so that the copy is made by `fill`.
+        """
+        made = self._made(value)
+        if is_held and value.device.type == "cpu" and value.nbytes >= _LEAST:
+            self._empty.append((made, value.detach()))
+            return made
+        return made.copy_(value.detach())
+
+    def fill(self) -> None:
+        """Makes the copies that are left. Several threads may do so at a time; the last to return has them all."""
+        while True:
+            with self._lock:
+                if not self._empty:
+                    return
+                made, value = self._empty.popleft()
+                made.copy_(value)
+
+    def _made(self, value: Tensor) -> Tensor:
         if value.nbytes < _LEAST:
-            return torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
+            return torch.empty(value.shape, dtype=value.dtype)
         memory = self._memory(value.nbytes)
         elements = np.frombuffer(memory, dtype=np.uint8)
         weakref.finalize(elements, _take_back, memory, self._returned[value.nbytes])
-        made = torch.from_numpy(elements).view(value.dtype).view(value.shape)
-        return made.copy_(value.detach())
+        return torch.from_numpy(elements).view(value.dtype).view(value.shape)
 
     def _memory(self, count: int) -> mmap.mmap:
         if self._free[count]:

@@ -42,6 +42,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from hf_helix.checkpoint.background import Copies
 from hf_helix.checkpoint.claims import MARK, delete_unfinished, find_unfinished, make_unfinished
+from hf_helix.checkpoint.direct import DirectFile
 from hf_helix.checkpoint.reader import INDEX_NAME, SINGLE_NAME, open_safetensors, persistent_tensors
 from hf_helix.operators.parameters.param_shard import COPIED
 from hf_helix.runtime.distributed.agreement import all_gather_object, decide_on_rank_0
@@ -94,11 +95,11 @@ class FileLayout:
             file.truncate(self.size)
 
 
-def write_box(file: int, start: int, shape: Sequence[int], offset: Sequence[int], box: Tensor) -> None:
+def write_box(file: DirectFile, start: int, shape: Sequence[int], offset: Sequence[int], box: Tensor) -> None:
     """Writes a part of a tensor, which begins at byte `start`, to its offsets in a file, a piece for each run of bytes.
 
     Args:
-        file: the descriptor of an open file.
+        file: the file of all tensors.
         start: the first byte of the tensor.
         shape: of the full tensor.
         offset: of the part in the full tensor, an index for each dimension.
@@ -114,21 +115,13 @@ def write_box(file: int, start: int, shape: Sequence[int], offset: Sequence[int]
     )
     for index, data in zip(indices, _bytes(value.reshape(math.prod(value.shape[:dim]), -1)), strict=True):
         place = sum(map(operator.mul, (*index, *offset[dim:]), inner))
-        _write(file, data, start + place)
+        file.write_at(data, start + place)
 
 
 def _bytes(rows: Tensor) -> np.ndarray:
     """Returns the bytes of each row, in the memory of the tensor."""
     array: np.ndarray = rows.view(torch.uint8).numpy()
     return array
-
-
-def _write(file: int, data: np.ndarray, offset: int) -> None:
-    """Writes all of the data: the system may write less at a time, at most 2 GiB."""
-    left = data.data
-    while left:
-        count = os.pwrite(file, left, offset)
-        left, offset = left[count:], offset + count
 
 
 # -- layout --------------------------------------------------------------------------------------------------------
@@ -281,14 +274,14 @@ class PendingFiles:
         self._error: OSError | None = None
         self._folder, self._layout = folder, layout
         self._copies, self._copied = copies, deque[tuple[TensorPart, Tensor]]()
-        self._open: dict[str, int] = {}
+        self._open: dict[str, DirectFile] = {}
 
-    def write(self, part: TensorPart, value: Tensor) -> None:
-        """Writes a part of a tensor to its offsets in its file, or copies it."""
+    def write(self, part: TensorPart, value: Tensor, is_held: bool = False) -> None:
+        """Writes a part of a tensor to its offsets in its file, or copies it, see `Copies.of`."""
         if self._copies is None:
             self._write(part, value)
         else:
-            self._copied.append((part, self._copies.of(value)))
+            self._copied.append((part, self._copies.of(value, is_held)))
 
     def _write(self, part: TensorPart, value: Tensor) -> None:
         if self._error is not None:
@@ -296,7 +289,7 @@ class PendingFiles:
         layout, name = self._layout, self._layout.file_of[part.key]
         with self._noted(name):
             if name not in self._open:
-                self._open[name] = os.open(self._folder / name, os.O_WRONLY)
+                self._open[name] = DirectFile(self._folder / name)
             start, shape = layout.files[name].starts[part.key], layout.tensors[part.key].shape
             write_box(self._open[name], start, shape, part.offset, value)
 
@@ -305,10 +298,9 @@ class PendingFiles:
         its own host. Raises the first error."""
         while self._copied:
             self._write(*self._copied.popleft())
-        for name, number in self._open.items():
-            with self._noted(name):
-                os.fsync(number)
-            os.close(number)
+        for name, file in self._open.items():
+            with self._noted(name), file:
+                file.sync()
         if self._error is not None:
             raise self._error
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -141,6 +141,7 @@ class _Job(NamedTuple):
 
     parts: list[TensorPart]
     values: Callable[[Mapping[str, Tensor]], Iterable[Tensor]]
+    is_held: bool = False  # whether the values are a parameter's own memory
 
 
 class _Writer:
@@ -180,7 +181,7 @@ class _Writer:
             slices = self._slices(source)
             if job is not None:
                 for part, value in zip(job.parts, job.values(slices), strict=True):
-                    self._put(part, value)
+                    self._put(part, value, job.is_held)
             for sender, theirs in others.items():
                 for part in theirs.get(number, ()):
                     self.files.write(part, self._receive(part, sender))
@@ -218,7 +219,7 @@ class _Writer:
         about, stepped = self._stepped.get(tensor, (LocalParameter(source.target, placement, axis), tensor))
         pieces = about.pieces(stepped.detach()) if placement.dim is not None or is_first else {}
         parts = [TensorPart(source.names[0], offset, tuple(piece.shape)) for offset, piece in pieces.items()]
-        return _Job(parts, lambda _: pieces.values())
+        return _Job(parts, lambda _: pieces.values(), isinstance(tensor, nn.Parameter))
 
     def _full(self, names: Sequence[str]) -> list[TensorPart]:
         shapes = {name: tuple(self.layout.tensors[name].shape) for name in names}
@@ -266,9 +267,9 @@ class _Writer:
         dist.all_gather_object(of_ranks, None if rank() in self.writers else mine, group=control_group())
         return {other: parts for other, parts in enumerate(of_ranks) if parts} if rank() == 0 else {}
 
-    def _put(self, part: TensorPart, value: Tensor) -> None:
+    def _put(self, part: TensorPart, value: Tensor, is_held: bool) -> None:
         if rank() in self.writers:
-            self.files.write(part, value)
+            self.files.write(part, value, is_held)
         else:
             send_on_host(value, 0)
 

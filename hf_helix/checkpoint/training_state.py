@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
 from hf_helix.checkpoint.background import Copies, Writes, write_now
+from hf_helix.checkpoint.direct import DirectFileSystem
 from hf_helix.checkpoint.files import ROOM, disk_errors
 from hf_helix.checkpoint.plain_files import DamagedFile, PlainPlanner, PlainReader, fits, read_metadata
 from hf_helix.runtime.distributed.agreement import exchange_on_rank_0, on_all_ranks
@@ -313,7 +314,7 @@ class _Planner(DefaultSavePlanner):
         """Takes the data of a plan as they are now, without copies if tensors do not change before they are written."""
         for item in plan.items:
             data = super().resolve_data(item)
-            self._data[item.index] = copies.of(data) if copies and isinstance(data, Tensor) else data
+            self._data[item.index] = copies.of(data, is_held=True) if copies and isinstance(data, Tensor) else data
         self.state_dict = {}  # else values made for this save would stay until its end
 
     def resolve_data(self, write_item: WriteItem) -> Any:
@@ -342,6 +343,7 @@ def begin_saving_states(
     """
     # No copies ahead by DCP itself: on a GPU they would need a stream, and the thread that writes has no device.
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
+    writer.fs = DirectFileSystem()
     planner = _Planner()
     planner.set_up_planner(_states(optimizer, local), writer.storage_meta(), rank() == 0)
     writer.set_up_storage_writer(rank() == 0)

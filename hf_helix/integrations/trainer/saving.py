@@ -3,26 +3,30 @@
 In:   a trainer with a cut model whose control asks for a save.
 Out:  a `checkpoint-N` folder with an ordinary Hugging Face model, the optimizer's states and all other state of a run.
 Must hold: a checkpoint is either complete or absent. The tensors in it are those of its step: they are copied to the
-host, and a thread writes the copies. Training waits instead if a callback or a class outside of Transformers and TRL
-may read the folder, if the host has no room for the copies, and before the next save and the end of a run. `on_save`,
-uploads and rotation see a complete folder. Counters, rotation, uploads and the choice of the best model stay the stock
-Trainer's.
+host before the next step of the optimizer, and a thread writes the copies. They are copied at once if a callback or a
+class that we do not know may change weights before. Training waits instead if a callback or a class outside of
+Transformers and TRL may read the folder, if the host has no room for the copies, and before the next save and the end
+of a run. `on_save`, uploads and rotation see a complete folder. Counters, rotation, uploads and the choice of the best
+model stay the stock Trainer's.
 """
 
 import contextlib
 import copy
 import functools
+import inspect
 import math
 import os
 import shutil
 import uuid
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import TrainerState
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import rotate_checkpoints
@@ -57,8 +61,21 @@ _STEPS_OF_A_SAVE = (
     "_save_scaler",
     "_save_rng_state",
 )
+_BEFORE_A_STEP = (
+    "on_evaluate",
+    "on_prediction_step",
+    "on_log",
+    "on_epoch_end",
+    "on_epoch_begin",
+    "on_step_begin",
+    "on_substep_end",
+    "on_pre_optimizer_step",
+)
+"""The events between a save and the next step of an optimizer."""
+
 _KNOWN = ("hf_helix.", "transformers.", "trl.")
-"""The packages whose classes do not read a checkpoint while it is saved, and whose callbacks only read its folder."""
+"""The packages whose classes do not read a checkpoint while it is saved, whose callbacks only read its folder, and
+neither of which changes weights but by an optimizer."""
 
 
 class PendingSave(NamedTuple):
@@ -152,7 +169,7 @@ class SavingHooks(PreemptionHooks):
             self._health.check()
             staging = decide_on_rank_0(lambda: _stage(Path(folder)))
             if self._exchange is None:
-                self._exchange, self._copies = StoreExchange(), Copies()
+                self._exchange, self._copies = StoreExchange(), _filled_before_steps()
             self._copies.begin()
             self._staging, self._pushes, self._writes = str(staging), False, None if waits else []
             try:
@@ -168,7 +185,9 @@ class SavingHooks(PreemptionHooks):
             finally:
                 writes, self._writes, self._staging = self._writes or [], None, None
             abandon = functools.partial(_abandon, staging, folder)
-            files = BackgroundSave(writes, publish, abandon, self._exchange, yields=not waits)
+            files = BackgroundSave(writes, self._copies, publish, abandon, self._exchange, yields=not waits)
+            if self._may_change_weights():
+                self._copies.fill()
         self._pending = PendingSave(files, os.path.join(folder, name), _copied(self.state), self._pushes, not waits)
         if waits:
             self.end_save()
@@ -199,13 +218,20 @@ class SavingHooks(PreemptionHooks):
     def _is_read_at_once(self) -> bool:
         """Whether code that we do not know may read the folder right after a save, or within it; or the run ends."""
         bases = [base for base in type(self).__mro__ if any(step in vars(base) for step in _STEPS_OF_A_SAVE)]
-        callbacks = [callback.on_save for callback in self.callback_handler.callbacks]
-        owners = [base.__module__ for base in bases]
-        owners += [str(getattr(getattr(call, "__func__", call), "__module__", "")) for call in callbacks]
         is_replaced = any(step in vars(self) for step in _STEPS_OF_A_SAVE)
-        is_known = not is_replaced and all(f"{owner}.".startswith(_KNOWN) for owner in owners)
+        is_known = not is_replaced and all(map(_is_known, bases)) and self._knows_callbacks("on_save")
         is_asked_for = bool(self.control.should_save)  # else a script calls `_save_checkpoint` itself
         return self.is_asked_to_end or not is_known or not is_asked_for
+
+    def _may_change_weights(self) -> bool:
+        """Whether code that we do not know may change weights before the next step of an optimizer."""
+        bases = [base for base in type(self).__mro__ if any(map(inspect.isroutine, vars(base).values()))]
+        return not (all(map(_is_known, bases)) and self._knows_callbacks(*_BEFORE_A_STEP))
+
+    def _knows_callbacks(self, *events: str) -> bool:
+        callbacks = self.callback_handler.callbacks
+        calls = [getattr(callback, event) for callback in callbacks for event in events]
+        return all(_is_known(getattr(call, "__func__", call)) for call in calls)
 
     @plain_parameters()
     def _bytes_held(self) -> int:
@@ -374,6 +400,24 @@ def _stage(folder: Path) -> Path:
 def _abandon(staging: Path, folder: str) -> None:
     with contextlib.suppress(OSError):
         atomic.abandon(staging, Path(folder), is_complete)
+
+
+def _is_known(code: Any) -> bool:
+    """Whether a class or function comes from packages that we know."""
+    return f"{getattr(code, '__module__', '')}.".startswith((*_KNOWN, "builtins."))
+
+
+def _filled_before_steps() -> Copies:
+    """Returns copies that are made at the latest when an optimizer is about to step."""
+    copies = Copies()
+    reference = weakref.ref(copies)
+
+    def fill(*given: Any) -> None:
+        if (found := reference()) is not None:
+            found.fill()
+
+    weakref.finalize(copies, register_optimizer_step_pre_hook(fill).remove)
+    return copies
 
 
 def _copied(state: TrainerState) -> TrainerState:

@@ -21,7 +21,8 @@ from support.resume_jobs import make
 from torch import Tensor
 from transformers import TrainerCallback
 
-from hf_helix.checkpoint import background, files
+from hf_helix.checkpoint import background
+from hf_helix.checkpoint.direct import DirectFile
 from hf_helix.checkpoint.whole import check_whole, numbered
 from hf_helix.integrations.trainer import saving
 from hf_helix.runtime.divided import plain_parameters
@@ -81,10 +82,15 @@ class Tracker(TrainerCallback):
 Tracker.on_save.__module__ = "transformers.integrations.integration_utils"
 
 
-def save_twice(folder: str, helix: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """A run that waits for its saves, and one whose writers are held; what the latter has seen."""
+def save_twice(folder: str, helix: dict[str, Any], changes: bool, **options: Any) -> dict[str, Any]:
+    """A run that waits for its saves, and one whose writers are held; what the latter has seen.
+
+    Args:
+        changes: whether a callback of the latter may change weights, so that they are copied at once.
+    """
     make(f"{folder}/waiting", helix, callbacks=[Reading()], **options).train()
     holding, tracker = Holding(f"{folder}/going on"), Tracker()
+    Holding.on_step_begin.__module__ = __name__ if changes else "hf_helix.tests"
     trainer = make(holding.folder, helix, callbacks=[holding, tracker], **options)
     with mock.patch.object(background, "_yield_cores", holding.hold(lambda: None)):
         trainer.train()
@@ -96,10 +102,10 @@ def fail_to_write(folder: str, helix: dict[str, Any], victim: int) -> None:
     trainer = make(folder, helix, training={"save_steps": 1})
     copy = background.Copies.of
 
-    def full(*given: Any) -> Tensor:
+    def full(*given: Any, **options: Any) -> Tensor:
         if trainer.state.global_step == 2 and dist.get_rank() == victim:
-            stack.enter_context(mock.patch.object(files, "_write", out_of_room))
-        return copy(*given)
+            stack.enter_context(mock.patch.object(DirectFile, "write_at", out_of_room))
+        return copy(*given, **options)
 
     with contextlib.ExitStack() as stack, contextlib.redirect_stdout(io.StringIO()):
         stack.enter_context(mock.patch.object(background.Copies, "of", full))
@@ -121,8 +127,8 @@ def counted() -> Iterator[Callable[[], int]]:
             live += count
             peak = max(peak, live)
 
-    def counting(self: background.Copies, value: Tensor) -> Tensor:
-        made = copy(self, value)
+    def counting(self: background.Copies, value: Tensor, is_held: bool = False) -> Tensor:
+        made = copy(self, value, is_held)
         add(made.nbytes)
         weakref.finalize(made, add, -made.nbytes)
         return made
@@ -158,13 +164,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("changes", [False, slow(True)])
 @pytest.mark.parametrize("name", [slow(name, when=name != "tp_size", id=name) for name in LAYOUTS])
-def test_the_files_are_those_of_the_step(name: str, cluster_of: Any, tmp_path: Path) -> None:
+def test_the_files_are_those_of_the_step(name: str, changes: bool, cluster_of: Any, tmp_path: Path) -> None:
     """Weights have changed before anything is written. Trackers see each folder complete, with the state of its step.
     A save waits for the one before, and the end of the run for the last."""
     ranks, helix, options = LAYOUTS[name]
     training = {"max_steps": 5, "save_steps": 2, "logging_strategy": "no"}
-    for seen in cluster_of(ranks).run(save_twice, folder=str(tmp_path), helix=helix, training=training, **options):
+    job = {"folder": str(tmp_path), "helix": helix, "training": training, "changes": changes, **options}
+    for seen in cluster_of(ranks).run(save_twice, **job):
         assert [step for step, _ in seen["steps"]] == [0, 1, 2, 3, 4]
         assert seen["steps"][2] == (2, [])
         assert seen["steps"][4] == (4, ["checkpoint-2"])

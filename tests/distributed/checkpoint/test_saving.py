@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from hf_helix import HelixConfig, HelixTrainer
-from hf_helix.checkpoint import files as safetensors_file
+from hf_helix.checkpoint.direct import DirectFile
 from hf_helix.checkpoint.files import FileLayout, staged, write_box
 from hf_helix.measure.memory import LiveBytes
 from hf_helix.operators.communication.transport import Axis, SilentTransport
@@ -83,13 +83,13 @@ def own_folder(folder: str, apart: bool) -> Iterator[None]:
 def counted() -> Iterator[list[int]]:
     """The sizes of what is written."""
     sizes: list[int] = []
-    write = safetensors_file._write
+    write = DirectFile.write_at
 
-    def counting(file: int, data: Any, place: int) -> None:
+    def counting(file: DirectFile, data: Any, place: int) -> None:
         sizes.append(data.nbytes)
         write(file, data, place)
 
-    with mock.patch.object(safetensors_file, "_write", counting):
+    with mock.patch.object(DirectFile, "write_at", counting):
         yield sizes
 
 
@@ -97,14 +97,14 @@ def run_out_of_room(folder: str, victim: int) -> None:
     """Save twice; the second time the disk is full on one rank, when it writes its third slice."""
     trainer = HelixTrainer(model=tiny(), args=arguments(folder), helix_config=HelixConfig(tp_size=2))
     trainer.save_model()
-    write, calls = safetensors_file._write, iter(range(10**9))
+    write, calls = DirectFile.write_at, iter(range(10**9))
 
     def full(*given: Any) -> None:
         if dist.get_rank() == victim and next(calls) == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(*given)
 
-    with mock.patch.object(safetensors_file, "_write", full):
+    with mock.patch.object(DirectFile, "write_at", full):
         trainer.save_model()
 
 
@@ -323,9 +323,9 @@ def test_slices_make_the_file(dim: int | None, blocks: tuple[int, ...], tmp_path
     alone = {"empty": torch.empty(0, 4), "scalar": torch.tensor(2.5), "mask": torch.tensor([True, False])}
     layout = FileLayout.of({name: tensor.to("meta") for name, tensor in (tensors | alone).items()})
     layout.create(tmp_path / "ours")
-    with (tmp_path / "ours").open("r+b") as file:
+    with DirectFile(tmp_path / "ours") as file:
         for name, tensor in alone.items():
-            write_box(file.fileno(), layout.starts[name], tensor.shape, (0,) * tensor.dim(), tensor)
+            write_box(file, layout.starts[name], tensor.shape, (0,) * tensor.dim(), tensor)
         for rank in (2, 0, 1):
             for name, tensor in tensors.items():
                 length = 0 if dim is None else tensor.shape[dim]
@@ -333,7 +333,7 @@ def test_slices_make_the_file(dim: int | None, blocks: tuple[int, ...], tmp_path
                 placement = Placement(dim, length, blocks=parts)
                 about = LocalParameter(name, placement, Axis(SilentTransport(3, rank)))
                 for offset, box in about.pieces(placement.cut(tensor, 3, rank)).items():
-                    write_box(file.fileno(), layout.starts[name], tensor.shape, offset, box)
+                    write_box(file, layout.starts[name], tensor.shape, offset, box)
     save_file(tensors | alone, tmp_path / "theirs", metadata={"format": "pt"})
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
