@@ -6,18 +6,17 @@ Must hold: an accepted optimizer updates a slice as the optimizer would update t
 blocks, which begin anew with each slice, up to the rounding of the states. A matrix is stepped whole, on one rank.
 """
 
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Adafactor, Trainer
 
 from hf_helix.checkpoint.training_state import named_states
 from hf_helix.config import HelixConfig
 from hf_helix.engine.engine import Engine
 from hf_helix.engine.optimizer_shards import PlainStep, steps_shards
+from hf_helix.integrations.steps import before_steps
 from hf_helix.runtime.distributed.agreement import agree_on_action
 from hf_helix.runtime.failures.heartbeat import watched
 
@@ -288,12 +287,12 @@ def watch_steps(engine: Engine, meets: bool = False) -> None:
         meets: whether ranks meet before every step, since one may still call the model.
     """
     rank_units, config = engine.runner.rank_units, engine.config
-    owned, alive = {*rank_units.all_placements, *rank_units.shards.values()}, weakref.ref(engine)
+    owned = {*rank_units.all_placements, *rank_units.shards.values()}
 
-    def take_over(optimizer: Any, args: Any, kwargs: Any) -> Any:
-        owner, is_handed = alive(), steps_shards(optimizer)
+    def take_over(owner: Engine, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        is_handed = steps_shards(optimizer)
         held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        if owner is None or not (is_handed or any(parameter in owned for parameter in held)):
+        if not (is_handed or any(parameter in owned for parameter in held)):
             return args, kwargs
         if meets:
             with watched():
@@ -306,5 +305,4 @@ def watch_steps(engine: Engine, meets: bool = False) -> None:
             args.context.__enter__()
         return args, kwargs
 
-    # The hook refers to the parameters and not to the model, so the model can be freed.
-    weakref.finalize(engine, register_optimizer_step_pre_hook(take_over).remove)
+    before_steps(engine, take_over)  # which refers to the parameters and not to the model, so the model can be freed

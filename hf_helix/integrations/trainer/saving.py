@@ -19,14 +19,12 @@ import os
 import shutil
 import uuid
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import TrainerState
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import rotate_checkpoints
@@ -38,6 +36,7 @@ from hf_helix.checkpoint.manifest import Manifest, describe_parameters
 from hf_helix.checkpoint.training_state import Generators, begin_saving_states, generators, named_states, save_states
 from hf_helix.checkpoint.whole import GENERATORS, OPTIMIZER, is_complete
 from hf_helix.integrations.optimizers import unwrapped
+from hf_helix.integrations.steps import before_steps
 from hf_helix.integrations.trainer.preemption import PreemptionHooks
 from hf_helix.integrations.upstream import overrides
 from hf_helix.runtime.distributed.agreement import agree_on_action, agree_on_success, decide_on_rank_0
@@ -410,13 +409,12 @@ def _is_known(code: Any) -> bool:
 def _filled_before_steps() -> Copies:
     """Returns copies that are made at the latest when an optimizer is about to step."""
     copies = Copies()
-    reference = weakref.ref(copies)
 
-    def fill(*given: Any) -> None:
-        if (found := reference()) is not None:
-            found.fill()
+    def fill(owner: Copies, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        owner.fill()
+        return args, kwargs
 
-    weakref.finalize(copies, register_optimizer_step_pre_hook(fill).remove)
+    before_steps(copies, fill)
     return copies
 
 
