@@ -288,7 +288,7 @@ def watch_steps(engine: Engine, meets: bool = False) -> None:
         meets: whether ranks meet before every step, since one may still call the model.
     """
     rank_units, config = engine.runner.rank_units, engine.config
-    owned, alive = {*rank_units.all_placements, *rank_units.shards.values()}, weakref.ref(engine)
+    owned, alive = {*rank_units.model_rows, *rank_units.shards.values()}, weakref.ref(engine)
 
     def take_over(optimizer: Any, args: Any, kwargs: Any) -> Any:
         owner, is_handed = alive(), steps_shards(optimizer)
