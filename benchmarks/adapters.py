@@ -73,7 +73,7 @@ def window_of(name: str, folder: str, options: argparse.Namespace) -> Callable[[
 
     def run() -> None:
         runner.train_window(window)
-        for parameter in runner.rank_units.placements:
+        for parameter in runner.rank_units.own_rows:
             parameter.grad = None
 
     run()

@@ -68,7 +68,7 @@ def measure(layout: str, link: str, options: argparse.Namespace) -> str:
     for flat in rank_units.flat_parameters:
         flat.shard.normal_(std=0.02)
     with plain_parameters():
-        optimizer = torch.optim.AdamW(rank_units.placements, lr=1e-4, fused=True)
+        optimizer = torch.optim.AdamW(rank_units.own_rows, lr=1e-4, fused=True)
         step_shards(optimizer, rank_units, runner.executor.streams)
     runner.train_window(window)
     optimizer.step()

@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 from benchmarks.common import add_outputs, columns, facts, llama, options_of, save
@@ -45,21 +46,20 @@ def measure(link: str, options: argparse.Namespace) -> list[Any]:
     from hf_helix.engine.optimizer_shards import step_shards
     from hf_helix.engine.synthetic import Workload
     from hf_helix.runtime.divided import plain_parameters
-    from hf_helix.runtime.local_parameters import local_parameters
 
     made = Workload(llama(options.hidden, options.layers), HelixConfig(tp_size=2, link=link), torch.device("cpu"))
     rank_units, mesh, streams = made.runner.rank_units, made.mesh, made.runner.executor.streams
-    local = local_parameters(made.model, rank_units, mesh)
+    parts = rank_units.parts(mesh.place)
     generator = torch.Generator().manual_seed(mesh.tp.rank)  # replicas have equal slices
     with plain_parameters():
-        matrices = [each for each, about in local.items() if each.dim() == 2 and ".layers." in about.name]
+        matrices = [each for each, part in parts.items() if each.dim() == 2 and ".layers." in part.row.name]
         for matrix in matrices:
             matrix.data = torch.randn(matrix.shape, generator=generator) * 0.02
             matrix.grad = torch.randn(matrix.shape, generator=generator)
         start = [matrix.detach().clone() for matrix in matrices]
-        ours, theirs = torch.optim.Muon(matrices), OnEveryRank(matrices, rank_units.placements, mesh, streams)
+        ours, theirs = torch.optim.Muon(matrices), OnEveryRank(matrices, rank_units.own_rows, mesh, streams)
         step_shards(ours, rank_units, streams, reads_matrices=True)
-        MatrixStep.install(ours, local, rank_units, mesh, streams)
+        MatrixStep.install(ours, parts, mesh, streams)
         results = []
         for step in (ours.step, theirs.step):
             for matrix, before in zip(matrices, start, strict=True):
@@ -71,7 +71,7 @@ def measure(link: str, options: argparse.Namespace) -> list[Any]:
         slowest = torch.tensor(times)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         one, every = (statistics.median(column) for column in slowest.T.tolist())
-        count = sum(about.full_shape(each).numel() for each, about in local.items() if each in set(matrices))
+        count = sum(prod(part.row.shape) for each, part in parts.items() if each in set(matrices))
     return [link, count, f"{one:.3f}", f"{every:.3f}", f"{one / every:.2f}", f"{max(differences):.1e}"]
 
 
@@ -89,10 +89,10 @@ class OnEveryRank:
     """Muon with every full matrix on every rank: gradients are gathered, one matrix ahead of the computation; averages
     are full, weights are slices."""
 
-    def __init__(self, matrices: Any, placements: Any, mesh: Any, streams: Any) -> None:
+    def __init__(self, matrices: Any, rows: Any, mesh: Any, streams: Any) -> None:
         import torch
 
-        self._matrices, self._placements, self._mesh, self._streams = matrices, placements, mesh, streams
+        self._matrices, self._rows, self._mesh, self._streams = matrices, rows, mesh, streams
         self._options = torch.optim.Muon([torch.nn.Parameter(torch.zeros(1, 1))]).param_groups[0]
         self._averages: dict[Any, Any] = {}
 
@@ -101,40 +101,44 @@ class OnEveryRank:
         import torch
         from torch.optim import _muon as muon
 
+        from hf_helix.operators.parameters.parts import cut_tensor
+
         group = self._options
         with torch.no_grad():
             pending = self._gathered(0)
             for number, matrix in enumerate(self._matrices):
                 wait, pending = pending, self._gathered(number + 1)
-                gradient, placement = wait(), self._placements[matrix]
+                gradient, cut = wait(), self._rows[matrix].cut
                 average = self._averages.setdefault(matrix, torch.zeros_like(gradient))
                 average.lerp_(gradient, 1 - group["momentum"])
                 update = gradient.lerp(average, group["momentum"])
                 update = muon._zeropower_via_newtonschulz(
                     update, group["ns_coefficients"], group["ns_steps"], group["eps"]
                 )
-                axis = self._mesh.axis_of(placement)
+                axis = self._mesh.axis_of(cut)
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
                 rate = muon._adjust_lr(group["lr"], group["adjust_lr_fn"], gradient.shape)
-                matrix.add_(placement.cut(update, axis.size, axis.rank), alpha=-rate)
+                matrix.add_(cut_tensor(update, cut, axis.size, axis.rank), alpha=-rate)
 
     def _gathered(self, number: int) -> Callable[[], Any]:
         """Starts to gather the gradient of a matrix; returns the function that waits for it."""
         import torch
 
+        from hf_helix.operators.parameters.parts import paste
+
         if number == len(self._matrices):
             return lambda: None
-        gradient, placement = self._matrices[number].grad, self._placements[self._matrices[number]]
-        axis = self._mesh.axis_of(placement)
+        gradient, cut = self._matrices[number].grad, self._rows[self._matrices[number]].cut
+        axis = self._mesh.axis_of(cut)
         parts = torch.empty(axis.size, *gradient.shape)
         transfer = lambda: axis.transport.all_gather(parts.flatten(0, 1), gradient)  # noqa: E731
         event = self._streams.issue(axis.kind, transfer, (), "gather")
 
         def wait() -> Any:
             self._streams.wait(event)
-            full = torch.empty(placement.full_shape(gradient.shape))
+            full = torch.empty(cut.full_shape(gradient.shape))
             for rank, part in enumerate(parts):
-                placement.paste(full, part, axis.size, rank)
+                paste(full, part, cut, axis.size, rank)
             return full
 
         return wait

@@ -90,7 +90,7 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
             "step": steps[name],
             "bubble": bubble(runner, mine),
             "peak": all_gather_object(peak_bytes(runner, mine)),
-            "states": all_gather_object(STATES * sum(parameter.nbytes for parameter in runner.rank_units.placements)),
+            "states": all_gather_object(STATES * sum(parameter.nbytes for parameter in runner.rank_units.own_rows)),
         }
         if name != "1f1b":
             rows[name]["predicted"] = predict(runner.plan, profile, runner.scheduler(count), timeline=True).seconds

@@ -17,6 +17,7 @@ from pathlib import Path
 from benchmarks.common import markdown, options_of
 from hf_helix.cli.options import made_for, schedule_for
 from hf_helix.config import RULES
+from hf_helix.operators.units.rows import with_adders
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
 from hf_helix.planning.plan.predict import predict
@@ -69,7 +70,8 @@ def ablated(runner: Runner, names: Collection[str]) -> Runner:
     }
     layout = runner.rank_units.layout
     layout = replace(layout, graphs={name: ablate(pair, names) for name, pair in layout.graphs.items()})
-    rank_units = replace(runner.rank_units, all_units=model, layout=layout)
+    rows = with_adders(runner.rank_units.rows, model)
+    rank_units = replace(runner.rank_units, all_units=model, rows=rows, layout=layout)
     plan = make_plan(runner.plan.rule, rough_profile(layout), model=runner.plan.model, mesh=runner.plan.mesh)
     return runner.of_units(rank_units, plan)
 

@@ -17,12 +17,13 @@ from torch import Tensor
 from benchmarks.paper.tiles import Site, sites, tile_layout, tile_pair
 from hf_helix.operators.base import Communication, Computation, OperatorContext, TensorOperator, Tensors, TransferFn
 from hf_helix.operators.communication.collectives import AllGather, ReduceScatter
+from hf_helix.operators.units.rows import shared_gradients, with_adders
 from hf_helix.operators.units.unit import Unit
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.rules.registry import baseline_plan
 from hf_helix.planning.window.layout import Layout
-from hf_helix.runtime.rank_units import RankUnits, shared_gradients
+from hf_helix.runtime.rank_units import RankUnits
 from hf_helix.runtime.runner import Runner
 
 
@@ -148,8 +149,10 @@ def _operators(unit: Unit, site: Site, tiles: int) -> dict[str, TensorOperator]:
 def tile_units(rank_units: RankUnits, tiles: int) -> RankUnits:
     """Returns the units with collectives and their linears cut into tiles."""
     model = {index: tile_unit(unit, tiles) for index, unit in rank_units.all_units.items()}
+    rows = with_adders(rank_units.rows, model)
     return replace(
         rank_units,
         all_units=model,
-        layout=replace(tile_layout(rank_units.layout, tiles), shared=shared_gradients(model)),
+        rows=rows,
+        layout=replace(tile_layout(rank_units.layout, tiles), shared=shared_gradients(rows.values())),
     )

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import swap_tensors
 
-from hf_helix.operators.parameters.param_shard import Placement
+from hf_helix.operators.parameters.parts import cut_tensor, paste, slices_of
+from hf_helix.planning.parameters import VOCABULARY, Cut, Parameter, Part
 from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks
 from hf_helix.runtime.distributed.groups import control_group, receive_on_host, send_on_host
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
@@ -26,17 +27,18 @@ def cut_parameters(rank_units: RankUnits, mesh: Mesh) -> None:
     Rank 0's values count, as with DDP: a rank with other weights (a model at random without a common seed) gets rank
     0's.
     """
-    placements = rank_units.all_placements
+    rows = rank_units.model_rows
     if world_size() > 1:
-        _align_with_rank_0([parameter.data for parameter in placements], mesh.device)
-    owners = rank_units.owners
-    for parameter, placement in placements.items():
-        if owners[parameter] != rank_units.rank:
+        # Ranks have slices of the vocabulary at different places among their units.
+        ordered = sorted(rows, key=lambda parameter: rows[parameter].cut.mesh_axis != VOCABULARY)
+        _align_with_rank_0([parameter.data for parameter in ordered], mesh.device)
+    for parameter, row in rows.items():
+        part = Part(row, mesh.place)
+        if part.is_here:
+            parameter.data = cut_tensor(parameter.data, row.cut, *part.ranks)
+        else:
             parameter.data = parameter.data.new_empty(0)
             parameter.requires_grad_(False)
-        else:
-            axis = mesh.axis_of(placement)
-            parameter.data = placement.cut(parameter.data, axis.size, axis.rank)
 
 
 def align_buffers(model: nn.Module, device: torch.device) -> None:
@@ -69,17 +71,15 @@ def materialize(model: Any, rank_units: RankUnits, mesh: Mesh) -> None:
     """
     for name, module in model.named_modules():
         _materialize_buffers(model, name, module, mesh.device)
-    owners = rank_units.owners
-    sharded = {parameter for flat in rank_units.flat_parameters for parameter in flat.placements}
-    for parameter, placement in rank_units.all_placements.items():
+    for parameter, row in rank_units.model_rows.items():
         if not parameter.is_meta:
             continue
-        mine, axis = owners[parameter] == rank_units.rank, mesh.axis_of(placement)
-        shape = placement.shape(parameter.shape, axis.size, axis.rank) if mine else (0,)
-        held = (1,) * len(shape) if parameter in sharded else shape
+        part = Part(row, mesh.place)
+        shape = part.shape if part.is_here else (0,)
+        held = (1,) * len(shape) if part.is_here and row.flat is not None else shape
         value = torch.empty(held, dtype=parameter.dtype, device=mesh.device).expand(shape)
         # torch refuses `parameter.data = value` across devices.
-        swap_tensors(parameter, nn.Parameter(value, requires_grad=mine and parameter.requires_grad))
+        swap_tensors(parameter, nn.Parameter(value, requires_grad=part.is_here and parameter.requires_grad))
     for flat in rank_units.flat_parameters:
         if not flat.is_sharded:
             flat.shard_in_place(mesh.device)
@@ -102,15 +102,15 @@ def _materialize_buffers(model: Any, name: str, module: nn.Module, device: torch
             )
 
 
-def full_parameter(value: Tensor | None, placement: Placement, mesh: Mesh, owner: int = 0) -> Tensor | None:
+def full_parameter(value: Tensor | None, row: Parameter, mesh: Mesh) -> Tensor | None:
     """Joins the slices of a parameter on the host of the first rank of a replica; None on the others. Collective.
 
     The tensor travels through the hosts' memory: between devices, every pair of ranks would need an NCCL communicator,
     which takes half a gigabyte of the device and is never freed.
     """
-    pipe = mesh.pipe
-    full = join_slices(value.detach(), placement, mesh) if pipe.rank == owner and value is not None else None
-    if owner == 0 or mesh.axis_of(placement).rank > 0:
+    pipe, cut, owner = mesh.pipe, row.cut, row.owner
+    full = join_slices(value.detach(), cut, mesh) if pipe.rank == owner and value is not None else None
+    if owner == 0 or mesh.axis_of(cut).rank > 0:
         return full if pipe.rank == 0 else None
     if pipe.rank == owner:
         assert full is not None
@@ -126,26 +126,26 @@ def full_parameter(value: Tensor | None, placement: Placement, mesh: Mesh, owner
     return arrived
 
 
-def join_slices(value: Tensor, placement: Placement, mesh: Mesh) -> Tensor | None:
+def join_slices(value: Tensor, cut: Cut, mesh: Mesh) -> Tensor | None:
     """Joins the slices of a tensor on the host of the first rank of the axis; None on the others. Collective. The full
     tensor is allocated once, and a slice if slices are not contiguous in the full tensor."""
-    axis = mesh.axis_of(placement)
-    if axis.group is None or placement.dim is None:
+    axis = mesh.axis_of(cut)
+    if axis.group is None or cut.dim is None:
         return value.cpu() if axis.rank == 0 else None
     ranks = dist.get_process_group_ranks(axis.group)
     if axis.rank > 0:
         send_on_host(value, ranks[0])
         return None
-    full = torch.empty(placement.full_shape(value.shape), dtype=value.dtype)
-    placement.paste(full, value.cpu(), axis.size, 0)
+    full = torch.empty(cut.full_shape(value.shape), dtype=value.dtype)
+    paste(full, value.cpu(), cut, axis.size, 0)
     for number, source in enumerate(ranks[1:], 1):
-        targets = placement.slices(full, axis.size, number)
+        targets = slices_of(full, cut, axis.size, number)
         if len(targets) == 1 and targets[0].is_contiguous():
             receive_on_host(targets[0], source)
             continue
-        arrived = full.new_empty(placement.shape(full.shape, axis.size, number))
+        arrived = full.new_empty(cut.shape(full.shape, axis.size, number))
         receive_on_host(arrived, source)
-        placement.paste(full, arrived, axis.size, number)
+        paste(full, arrived, cut, axis.size, number)
     return full
 
 
@@ -156,8 +156,7 @@ def is_cut(rank_units: RankUnits, mesh: Mesh) -> bool:
 
 def has_slices(rank_units: RankUnits, mesh: Mesh) -> bool:
     """Returns whether a rank holds only a part of the model after unsharding. Equal on every rank."""
-    cut = (placement for placement in rank_units.all_placements.values() if placement.dim is not None)
-    return mesh.pipe.size > 1 or any(mesh.axis_of(placement).size > 1 for placement in cut)
+    return mesh.pipe.size > 1 or any(Part(row, mesh.place).is_cut for row in rank_units.model_rows.values())
 
 
 def _align_with_rank_0(tensors: list[Tensor], device: torch.device) -> None:

@@ -44,8 +44,7 @@ from hf_helix.checkpoint.background import Copies
 from hf_helix.checkpoint.claims import MARK, delete_unfinished, find_unfinished, make_unfinished
 from hf_helix.checkpoint.direct import DirectFile
 from hf_helix.checkpoint.reader import INDEX_NAME, SINGLE_NAME, open_safetensors, persistent_tensors
-from hf_helix.operators.parameters.param_shard import COPIED
-from hf_helix.runtime.distributed.agreement import all_gather_object, decide_on_rank_0
+from hf_helix.runtime.distributed.agreement import decide_on_rank_0
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.rank_units import RankUnits
@@ -140,7 +139,7 @@ class CheckpointLayout:
     def of(cls, model: Any, rank_units: RankUnits, mesh: Mesh, max_shard_size: int | str) -> CheckpointLayout:
         """Returns the layout of the uncut model's `PreTrainedModel.save_pretrained`, with files of at most a number of
         bytes, or a text such as "5GB". Collective."""
-        full = _meta_tensors(model, rank_units, mesh)
+        full = _meta_tensors(model, rank_units)
         weights = {id(model.get_parameter_or_buffer(name)): tensor for name, tensor in full.items()}
         count = sum(weights[id(parameter)].numel() for parameter in model.parameters())
         tensors = tensors_on_disk(model, full)
@@ -172,17 +171,10 @@ def tensors_on_disk(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return revert_weight_conversion(model, remove_tied_weights_from_state_dict(tensors, model))
 
 
-def _meta_tensors(model: Any, rank_units: RankUnits, mesh: Mesh) -> dict[str, Tensor]:
-    """Returns all tensors in the uncut model's state, on the meta device. Collective over the pipeline."""
-    placements, owners = rank_units.all_placements, rank_units.owners
-    tensors = persistent_tensors(model)
-    shapes: dict[str, tuple[int, ...]] = {
-        name: placements.get(tensor, COPIED).full_shape(tensor.shape)
-        for name, tensor in tensors.items()
-        if owners.get(tensor, rank_units.rank) == rank_units.rank
-    }
-    if mesh.pipe.group is not None:
-        shapes = {name: shape for part in all_gather_object(shapes, mesh.pipe.ranks) for name, shape in part.items()}
+def _meta_tensors(model: Any, rank_units: RankUnits) -> dict[str, Tensor]:
+    """Returns all tensors in the uncut model's state, on the meta device."""
+    tensors, rows = persistent_tensors(model), rank_units.rows
+    shapes = {name: rows[each].shape if each in rows else each.shape for name, each in tensors.items()}
     return {name: torch.empty(shapes[name], dtype=tensors[name].dtype, device="meta") for name in tensors}
 
 

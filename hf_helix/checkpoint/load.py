@@ -25,11 +25,11 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from hf_helix.checkpoint.cut_parameters import materialize
 from hf_helix.checkpoint.reader import FLOATS, Checkpoint, Source, match_tensors, persistent_tensors
 from hf_helix.models.stock.causal_lm import build_causal_lm
-from hf_helix.operators.parameters.param_shard import COPIED
+from hf_helix.operators.parameters.parts import views_with_index
+from hf_helix.planning.parameters import Parameter, Part
 from hf_helix.planning.text import shorten_list
 from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks, decide_on_rank_0, on_all_ranks
 from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.runtime.local_parameters import LocalParameter, local_parameters
 from hf_helix.runtime.rank_units import RankUnits
 
 
@@ -86,12 +86,11 @@ class Target:
         self._first_names: dict[int, str] = {}  # of tied weights, by the id of their tensor
         for name, tensor in self.tensors.items():
             self._first_names.setdefault(id(tensor), name)
-        placements, owners = rank_units.all_placements, rank_units.owners
+        elsewhere = rank_units.rows.keys() - rank_units.own_rows.keys()
         self._slices = {
-            name: LocalParameter(self._first_name(name), placement, mesh.axis_of(placement))
+            name: _slice(name, tensor, rank_units, mesh)
             for name, tensor in self.tensors.items()
-            if owners.get(tensor, rank_units.rank) == rank_units.rank
-            for placement in [placements.get(tensor, COPIED)]
+            if tensor not in elsewhere
         }
 
     def _first_name(self, name: str) -> str:
@@ -156,7 +155,7 @@ class Target:
     def _misfits(self, name: str, shape: tuple[int, ...], source: Source, checkpoint: Checkpoint) -> list[str]:
         """Returns problems with the shape and the dtypes of a source."""
         tensor = self.tensors[name]
-        full = self._slices[name].full_shape(tensor)
+        full = self._slices[name].row.shape
         if full != shape:
             return [f"{name} is {list(shape)} there, and {list(full)} in the model"]
         types = {key: checkpoint.tensors[key].dtype for key in source.names}
@@ -171,10 +170,9 @@ class Target:
         for sources in (each for each in by_tensor if len(each) > 1 and not each.keys() - self._slices.keys()):
             values = []
             for name, source in sources.items():
-                tensor, about = self.tensors[name], self._slices[name]
-                shape = about.placement.shape(about.full_shape(tensor), about.axis.size, about.axis.rank)
-                values.append(torch.empty(shape, dtype=tensor.dtype))
-                self._read(name, checkpoint, source, about, values[-1])
+                part = self._slices[name]
+                values.append(torch.empty(part.shape, dtype=self.tensors[name].dtype))
+                self._read(name, checkpoint, source, part, values[-1])
             if not all(torch.equal(values[0], value) for value in values[1:]):
                 problems.append(
                     f"{' and '.join(sources)} differ, and are one in the model; use tie_word_embeddings=False"
@@ -189,37 +187,43 @@ class Target:
                 self._read(name, checkpoint, source, *parts[self._first_name(name)])
         self._rank_units.mark_weights_stale()
 
-    def _read(self, name: str, checkpoint: Checkpoint, source: Source, about: LocalParameter, out: Tensor) -> None:
+    def _read(self, name: str, checkpoint: Checkpoint, source: Source, part: Part, out: Tensor) -> None:
         """Reads this rank's part of a tensor, and if possible no other part."""
         with checkpoint.reader() as reader:
             if source.converter is None:
-                _copy_part(about, reader.slice(source.names[0]), out)
-            elif source.is_cut_stack(about.placement):
-                ((first, last),) = about.placement.bounds(about.axis.size, about.axis.rank)
+                _copy_part(part, reader.slice(source.names[0]), out)
+            elif source.is_cut_stack(part.row.cut):
+                ((first, last),) = part.row.cut.bounds(*part.ranks)
                 made = source.part(first, last).convert(self._model, reader.tensor)[name]
-                _copy_part(replace(about, placement=COPIED), made, out)
+                _copy_part(part.in_slice, made, out)
             else:
-                _copy_part(about, source.convert(self._model, reader.tensor)[name], out)
+                _copy_part(part, source.convert(self._model, reader.tensor)[name], out)
 
 
-def _materialized_parts(model: Any, rank_units: RankUnits, mesh: Mesh) -> dict[str, tuple[LocalParameter, Tensor]]:
+def _materialized_parts(model: Any, rank_units: RankUnits, mesh: Mesh) -> dict[str, tuple[Part, Tensor]]:
     """Gives this rank's part of a model memory, and returns every tensor of a checkpoint by its first name: the part
     of this rank, or its shard of the part, and the position of the part."""
     for flat in rank_units.flat_parameters:
         flat.check_resharded()
     materialize(model, rank_units, mesh)
-    local = local_parameters(model, rank_units, mesh)
-    parts: dict[str, tuple[LocalParameter, Tensor]] = {about.name: (about, stepped) for stepped, about in local.items()}
+    held = rank_units.parts(mesh.place).items()
+    parts: dict[str, tuple[Part, Tensor]] = {part.row.name: (part, stepped) for stepped, part in held}
     for name, tensor in persistent_tensors(model).items():
         if not isinstance(tensor, nn.Parameter):
-            parts[name] = LocalParameter(name, COPIED, mesh.axis_of(COPIED)), tensor
+            parts[name] = _slice(name, tensor, rank_units, mesh), tensor
     return parts
 
 
-def _copy_part(about: LocalParameter, full: Any, out: Tensor) -> None:
+def _slice(name: str, tensor: Any, rank_units: RankUnits, mesh: Mesh) -> Part:
+    """Returns this rank's slice of a parameter, or of a buffer, which every rank has in full."""
+    row = rank_units.own_rows.get(tensor) or Parameter(name, tuple(tensor.shape), owner=mesh.pipe.rank)
+    return Part(replace(row, shape=row.cut.full_shape(tensor.shape), flat=None), mesh.place)
+
+
+def _copy_part(part: Part, full: Any, out: Tensor) -> None:
     """Copies this rank's part of a full tensor, or of any object that supports indexing."""
-    for piece, place in about.pieces_with_index(out.detach()):
-        piece.copy_(full[place or ...])
+    for view, index in views_with_index(part, out.detach()):
+        view.copy_(full[index or ...])
 
 
 # -- models on the meta device, and random weights --------------------------------------------------------------------
@@ -279,8 +283,8 @@ def initialize_parameters(
             torch.default_generator.manual_seed(own)
             _move_into(on_meta.get_submodule(piece), buffer).apply(on_meta._init_weights)
         for name in names:
-            about, out = parts[name]
-            _copy_part(about, on_meta.get_parameter(name), out)
+            part, out = parts[name]
+            _copy_part(part, on_meta.get_parameter(name), out)
     rank_units.mark_weights_stale()
 
 

@@ -19,10 +19,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hf_helix.checkpoint.plain_files import DamagedFile, check_fields, read_json
+from hf_helix.planning.parameters import Part
 from hf_helix.planning.text import shorten_list
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.runtime.local_parameters import LocalParameter
 from hf_helix.version import __version__
 
 NAME = "helix_state.json"
@@ -155,19 +155,19 @@ _FIELDS = get_type_hints(Manifest)  # the types of fields in the file
 
 
 def describe_parameters(
-    local: Mapping[nn.Parameter, LocalParameter], mesh: Mesh, optimizer: Optimizer | None = None
+    parts: Mapping[nn.Parameter, Part], mesh: Mesh, optimizer: Optimizer | None = None
 ) -> Parameters:
     """Returns the description of every parameter of the model, on all pipeline ranks. Collective."""
     groups = optimizer.param_groups if optimizer is not None else []
     group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
     mine: Parameters = {
-        about.name: {
-            "shape": list(about.full_shape(parameter)),
+        part.row.name: {
+            "shape": list(part.row.shape),
             "dtype": str(parameter.dtype).removeprefix("torch."),
-            "trained": about.trained,
+            "trained": part.row.trained,
             "group": group_of.get(parameter),
         }
-        for parameter, about in local.items()
+        for parameter, part in parts.items()
     }
     if mesh.pipe.group is None:
         return mine

@@ -31,7 +31,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from hf_helix.operators.parameters.param_shard import Placement
+from hf_helix.planning.parameters import Cut
 from hf_helix.planning.text import shorten_list
 
 SINGLE_NAME = "model.safetensors"
@@ -136,10 +136,10 @@ class Source:
         joined = all(isinstance(other, Concatenate) and other.dim > 0 for other in others)
         return isinstance(first, MergeModulelist) and first.dim == 0 and joined
 
-    def is_cut_stack(self, placement: Placement) -> bool:
+    def is_cut_stack(self, cut: Cut) -> bool:
         """Returns whether each rank can convert its own slice, such as experts stacked in the model and separate on
         disk."""
-        return self.is_stack and placement.dim == 0 and not placement.is_fused
+        return self.is_stack and cut.dim == 0 and not cut.is_fused
 
     def part(self, first: int, last: int) -> Source:
         """Returns the source of the entries `first` to `last`, exclusive, of a stack."""

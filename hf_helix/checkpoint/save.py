@@ -36,12 +36,12 @@ from hf_helix.checkpoint.load import adapter_file, adapter_names
 from hf_helix.checkpoint.reader import Source, match_tensors, persistent_tensors
 from hf_helix.models.stock.peft import is_peft
 from hf_helix.operators.parameters.flat_parameter import FlatParameter
-from hf_helix.operators.parameters.param_shard import COPIED, Placement
+from hf_helix.operators.parameters.parts import views_of
+from hf_helix.planning.parameters import Cut, Parameter, Part
 from hf_helix.runtime.distributed.agreement import decide_on_rank_0
 from hf_helix.runtime.distributed.groups import control_group, receive_on_host, send_on_host
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.divided import full_of
-from hf_helix.runtime.local_parameters import LocalParameter, local_parameters
 from hf_helix.runtime.rank_units import RankUnits
 
 _MAX_SHARD_SIZE = inspect.signature(PreTrainedModel.save_pretrained).parameters["max_shard_size"].default
@@ -162,13 +162,13 @@ class _Writer:
         self.files = files
         self.writers = writers
         self.tensors = persistent_tensors(model)
-        self.placements, self.owners, self.rank = rank_units.all_placements, rank_units.owners, rank_units.rank
         self._flats: dict[Tensor, FlatParameter] = {
             p: flat for flat in rank_units.flat_parameters for p in flat.placements
         }
         self._gathered = functools.lru_cache(MAX_GATHERED)(lambda flat: flat.views(flat.gather()))
-        local = local_parameters(model, rank_units, mesh)
-        self._stepped = {self.tensors[about.name]: (about, stepped) for stepped, about in local.items()}
+        self._rows: Mapping[Any, Parameter] = rank_units.rows
+        parts = rank_units.parts(mesh.place).items()
+        self._stepped = {self.tensors[part.row.name]: (part, stepped) for stepped, part in parts}
         self._given: dict[tuple[int, ...], dict[int, int]] = {}  # bytes by rank, among the ranks with the same part
 
     def write(self) -> None:
@@ -201,40 +201,44 @@ class _Writer:
     def _job(self, source: Source) -> _Job | None:
         """Returns this rank's part of a source to write; None if it holds nothing, or another replica writes."""
         tensor = self.tensors[source.target]
-        placement = self.placements.get(tensor, COPIED)
-        axis = self.mesh.axis_of(placement)
-        if self.owners.get(tensor, 0) != self.rank or not self._has_turn(source, tensor, placement):
+        row = self._row(source.target)
+        part, stepped = self._stepped.get(tensor, (Part(row, self.mesh.place), tensor))
+        if not part.is_here or not self._has_turn(source, tensor, row.cut):
             return None
-        if source.is_cut_stack(placement):
+        if source.is_cut_stack(row.cut):
             # On disk, experts are numbered among all experts; the conversion numbers this rank's experts from 0.
-            ((first, last),) = placement.bounds(axis.size, axis.rank)
+            ((first, last),) = row.cut.bounds(*part.ranks)
             names = source.part(0, last - first).names
             return _Job(
                 self._full(source.part(first, last).names),
                 lambda slices: self._reverted({source.target: slices[source.target]}, names),
             )
-        is_first = axis.rank == 0
+        is_first = part.ranks.rank == 0
         if source.converter is not None:
             return _Job(self._full(source.names if is_first else []), lambda slices: self._joined(slices, source.names))
-        about, stepped = self._stepped.get(tensor, (LocalParameter(source.target, placement, axis), tensor))
-        pieces = about.pieces(stepped.detach()) if placement.dim is not None or is_first else {}
+        pieces = views_of(part, stepped.detach()) if row.cut.dim is not None or is_first else {}
         parts = [TensorPart(source.names[0], offset, tuple(piece.shape)) for offset, piece in pieces.items()]
         return _Job(parts, lambda _: pieces.values(), isinstance(tensor, nn.Parameter))
+
+    def _row(self, name: str) -> Parameter:
+        """Returns the row of a parameter, or of a buffer, which the first pipeline rank writes."""
+        tensor = self.tensors[name]
+        return self._rows.get(tensor) or Parameter(name, tuple(tensor.shape))
 
     def _full(self, names: Sequence[str]) -> list[TensorPart]:
         shapes = {name: tuple(self.layout.tensors[name].shape) for name in names}
         return [TensorPart(name, (0,) * len(shape), shape) for name, shape in shapes.items()]
 
-    def _has_turn(self, source: Source, tensor: Tensor, placement: Placement) -> bool:
+    def _has_turn(self, source: Source, tensor: Tensor, cut: Cut) -> bool:
         """Returns whether this rank has written the fewest bytes so far, among the ranks with the same part."""
-        group = self.mesh.replica_group_of(placement)
+        group = self.mesh.replica_group_of(cut)
         if source.converter is None and tensor in self._flats:  # replicas have other shards, but for copies
             copies = self._flats[tensor].copies
             group = None if copies is None else copies.group
         if group is None:
             return True
         ranks = dist.get_process_group_ranks(group)
-        if source.converter is not None and not source.is_cut_stack(placement):
+        if source.converter is not None and not source.is_cut_stack(cut):
             return rank() == ranks[0]  # slices are joined, so the ranks of an axis must choose the same replica
         able = tuple(other for other in ranks if other in self.writers) or (ranks[0],)
         given = self._given.setdefault(able, dict.fromkeys(able, 0))
@@ -245,10 +249,7 @@ class _Writer:
     def _joined(self, slices: Mapping[str, Tensor], names: Sequence[str]) -> list[Tensor]:
         """Returns the tensors on disk of parameters that are joined first, on the first rank of the axis. Collective
         over the ranks of the slices."""
-        joined = {
-            name: join_slices(held, self.placements.get(self.tensors[name], COPIED), self.mesh)
-            for name, held in slices.items()
-        }
+        joined = {name: join_slices(held, self._row(name).cut, self.mesh) for name, held in slices.items()}
         full = {name: value for name, value in joined.items() if value is not None}
         return self._reverted(full, names) if full else []
 

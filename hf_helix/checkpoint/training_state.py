@@ -48,10 +48,11 @@ from hf_helix.checkpoint.background import Copies, Writes, write_now
 from hf_helix.checkpoint.direct import DirectFileSystem
 from hf_helix.checkpoint.files import ROOM, disk_errors
 from hf_helix.checkpoint.plain_files import DamagedFile, PlainPlanner, PlainReader, fits, read_metadata
+from hf_helix.operators.parameters.parts import views_of
+from hf_helix.planning.parameters import Part, Shape
 from hf_helix.runtime.distributed.agreement import exchange_on_rank_0, on_all_ranks
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import rank
-from hf_helix.runtime.local_parameters import LocalParameter, Offset
 
 # -- quantized states ------------------------------------------------------------------------------------------------
 
@@ -269,14 +270,13 @@ class FullTensor(Tensor):
     """A full tensor for DCP, of which this rank writes or reads some chunks (`_Checkpointable`)."""
 
     local: Tensor
-    _pieces: dict[Offset, Tensor]
+    _pieces: dict[Shape, Tensor]
     _is_written: bool
 
     @staticmethod
-    def __new__(cls, about: LocalParameter, local: Tensor) -> FullTensor:
-        whole = about.full_shape(local)
-        made = Tensor._make_wrapper_subclass(cls, whole, dtype=local.dtype, device=local.device)
-        made.local, made._pieces, made._is_written = local, about.pieces(local), about.is_first_replica
+    def __new__(cls, part: Part, local: Tensor) -> FullTensor:
+        made = Tensor._make_wrapper_subclass(cls, part.row.shape, dtype=local.dtype, device=local.device)
+        made.local, made._pieces, made._is_written = local, views_of(part, local), part.writes
         return made
 
     @classmethod
@@ -321,20 +321,20 @@ class _Planner(DefaultSavePlanner):
         return self._data.pop(write_item.index)
 
 
-def save_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParameter], folder: Path) -> None:
+def save_states(optimizer: Optimizer, parts: Mapping[nn.Parameter, Part], folder: Path) -> None:
     """Writes the states of an optimizer and the options of its parameter groups. Collective. Raises on every rank if
     any could not write, see `on_all_ranks`."""
-    write_now(begin_saving_states(optimizer, local, folder, copies=None))
+    write_now(begin_saving_states(optimizer, parts, folder, copies=None))
 
 
 def begin_saving_states(
-    optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParameter], folder: Path, copies: Copies | None
+    optimizer: Optimizer, parts: Mapping[nn.Parameter, Part], folder: Path, copies: Copies | None
 ) -> Writes:
     """Decides which rank writes which states of an optimizer, and the options of its parameter groups. Collective.
 
     Args:
         optimizer: the optimizer.
-        local: its parameters on this rank.
+        parts: of its parameters on this rank.
         folder: of the files.
         copies: for states that may change before they are written.
 
@@ -345,7 +345,7 @@ def begin_saving_states(
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
     writer.fs = DirectFileSystem()
     planner = _Planner()
-    planner.set_up_planner(_states(optimizer, local), writer.storage_meta(), rank() == 0)
+    planner.set_up_planner(_states(optimizer, parts), writer.storage_meta(), rank() == 0)
     writer.set_up_storage_writer(rank() == 0)
     mine = on_all_ranks(lambda: writer.prepare_local_plan(planner.create_local_plan()))
     metadata: list[Metadata] = []  # on rank 0
@@ -366,7 +366,7 @@ def begin_saving_states(
     return Writes(write, lambda of_ranks: writer.finish(metadata[0], list(of_ranks)))
 
 
-def _states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParameter]) -> dict[str, Any]:
+def _states(optimizer: Optimizer, parts: Mapping[nn.Parameter, Part]) -> dict[str, Any]:
     """Returns this rank's states by their names in a checkpoint, and the options of the parameter groups."""
     saved: dict[str, Any] = {
         GROUPS: [
@@ -378,20 +378,20 @@ def _states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParameter]) 
         saved[OTHERS] = others
     form = format_of(optimizer)
     for parameter in _parameters(optimizer):
-        about, states = local.get(parameter), named_states(optimizer.state.get(parameter, {}))
-        if about is None or not states:
+        part, states = parts.get(parameter), named_states(optimizer.state.get(parameter, {}))
+        if part is None or not states:
             continue
         if form is not None:
             for key, value in form.exact(states).items():
-                saved[f"{about.name}/{CODES}{key}@{_elements(parameter, about)}"] = value
+                saved[f"{part.row.name}/{CODES}{key}@{_elements(parameter, part)}"] = value
             states = form.values(parameter, states)
         for key, value in states.items():
             if not isinstance(value, Tensor) or value.dim() == 0:
-                saved[f"{about.name}/{key}"] = value
+                saved[f"{part.row.name}/{key}"] = value
             elif value.shape == parameter.shape:
-                saved[f"{about.name}/{key}"] = FullTensor(about, value)
+                saved[f"{part.row.name}/{key}"] = FullTensor(part, value)
             else:
-                saved[f"{about.name}/{key}{about.mark}"] = value
+                saved[f"{part.row.name}/{key}{part.mark}"] = value
     return saved
 
 
@@ -402,7 +402,7 @@ def _plain(value: Any) -> Any:
     return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
 
 
-def load_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParameter], folder: Path) -> None:
+def load_states(optimizer: Optimizer, parts: Mapping[nn.Parameter, Part], folder: Path) -> None:
     """Loads the states of `save_states`, written on any layout. Collective. Raises ValueError for a state that fits
     only the layout of the checkpoint; DamagedFile, or RuntimeError with the rank, for a file that could not be read.
     """
@@ -410,15 +410,13 @@ def load_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
     metadata = on_all_ranks(lambda: read_metadata(folder))
     wanted: dict[str, Any] = {GROUPS: None}  # by the names of states in the folder; DCP fills the values
     names_of: dict[nn.Parameter, dict[str, Any]] = {}  # these names, by parameter and state
-    states = on_all_ranks(lambda: list(_saved_states(parameters, local, metadata)))
-    counters = {
-        key for parameter, key, _, saved in states if local[parameter].full_shape(parameter) and _is_scalar(saved)
-    }
+    states = on_all_ranks(lambda: list(_saved_states(parameters, parts, metadata)))
+    counters = {key for parameter, key, _, saved in states if parts[parameter].row.shape and _is_scalar(saved)}
     for parameter, key, name, saved in states:
         if isinstance(saved, BytesStorageMetadata):
             wanted[name] = None
         else:
-            wanted[name] = _empty_state(parameter, local[parameter], name, saved, key in counters)
+            wanted[name] = _empty_state(parameter, parts[parameter], name, saved, key in counters)
         names_of.setdefault(parameter, {})[key] = name
     if OTHERS in metadata.state_dict_metadata:
         wanted[OTHERS] = None
@@ -447,50 +445,50 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _saved_states(
-    parameters: list[nn.Parameter], local: Mapping[nn.Parameter, LocalParameter], metadata: Metadata
+    parameters: list[nn.Parameter], parts: Mapping[nn.Parameter, Part], metadata: Metadata
 ) -> Iterator[tuple[nn.Parameter, str, str, Any]]:
     """Yields the saved states of this rank's parameters: parameter, state, name in the folder, description. Raises
     ValueError for a state with neither the shape of its parameter nor the mark of this slice."""
-    by_name = {local[parameter].name: parameter for parameter in parameters if parameter in local}
+    by_name = {parts[parameter].row.name: parameter for parameter in parameters if parameter in parts}
     for name, saved in metadata.state_dict_metadata.items():
         owner, _, key = name.rpartition("/")
         parameter = by_name.get(owner)
         if parameter is None:
             continue
         key, _, mark = key.partition("@")
-        about = local[parameter]
+        part = parts[parameter]
         if key.startswith(CODES):
-            if mark == _elements(parameter, about):
+            if mark == _elements(parameter, part):
                 yield parameter, key, name, saved
-        elif isinstance(saved, BytesStorageMetadata) or not saved.size or saved.size == about.full_shape(parameter):
+        elif isinstance(saved, BytesStorageMetadata) or not saved.size or saved.size == part.row.shape:
             yield parameter, key, name, saved
-        elif mark.partition("of")[2] != about.mark.partition("of")[2]:
+        elif mark.partition("of")[2] != part.mark.partition("of")[2]:
             raise ValueError(
                 f"the optimizer's state {key!r} of {owner} has the shape {list(saved.size)}, and the parameter "
-                f"{list(about.full_shape(parameter))}, so it cannot be cut for another tp_size or ep_size, or for "
+                f"{list(part.row.shape)}, so it cannot be cut for another tp_size or ep_size, or for "
                 "another number of ranks with shard_optimizer=True or shard_parameters=True; resume with those of the "
                 "checkpoint"
             )
-        elif mark == about.mark.removeprefix("@"):
+        elif mark == part.mark.removeprefix("@"):
             yield parameter, key, name, saved
 
 
-def _elements(parameter: nn.Parameter, about: LocalParameter) -> str:
+def _elements(parameter: nn.Parameter, part: Part) -> str:
     """Returns the elements of a parameter that this rank steps, as text."""
-    start = 0 if about.shard is None else about.shard.start
-    return f"{about.mark}:{start}:{parameter.numel()}"
+    start, _ = part.elements or (0, 0)
+    return f"{part.mark}:{start}:{parameter.numel()}"
 
 
 def _is_scalar(saved: Any) -> bool:
     return not isinstance(saved, BytesStorageMetadata) and not saved.size
 
 
-def _empty_state(parameter: nn.Parameter, about: LocalParameter, name: str, saved: Any, counts: bool) -> Tensor:
+def _empty_state(parameter: nn.Parameter, part: Part, name: str, saved: Any, counts: bool) -> Tensor:
     """Returns an empty tensor into which DCP reads a state; `counts` for a number, such as the number of steps."""
     dtype = saved.properties.dtype
-    if "@" in name or counts or saved.size != about.full_shape(parameter):
+    if "@" in name or counts or saved.size != part.row.shape:
         return torch.zeros(saved.size, dtype=dtype)
-    return FullTensor(about, torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
+    return FullTensor(part, torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
 
 
 def _local(value: Any) -> Any:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from hf_helix.engine.proof.prove import Subject
     from hf_helix.engine.proof.verdict import Proof
-    from hf_helix.operators.parameters.param_shard import Placement
     from hf_helix.operators.units.unit import Unit
+    from hf_helix.planning.parameters import Cut
 
 
 @dataclass(kw_only=True)
@@ -208,7 +208,7 @@ def _text_of_kind(model: Any, same: Sequence[Unit]) -> str:
     return "\n".join([f"{labels}: operators", *_table(rows), f"{labels}: parameters", *_table(cuts)])
 
 
-def _cut(parameter: Any, placed: Placement) -> str:
+def _cut(parameter: Any, placed: Cut) -> str:
     shape = "x".join(map(str, parameter.shape))
     if placed.dim is None:
         return f"{shape}, on every rank" + (", gradients summed over the ranks" if placed.sums_gradient else "")

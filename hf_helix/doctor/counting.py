@@ -31,6 +31,7 @@ from hf_helix.models.graph.experts import is_experts
 from hf_helix.models.registry import family_for, family_of
 from hf_helix.models.stock.peft import base_of
 from hf_helix.operators.experts.moe import assuming
+from hf_helix.operators.parameters.parts import cut_tensor
 from hf_helix.operators.units.unit import Unit
 from hf_helix.operators.vocabulary.head import whole_logits
 from hf_helix.operators.vocabulary.pipeline import slice_buffers
@@ -186,7 +187,7 @@ def amounts_of(
     first, *layers, last = [name for name in names if not name.startswith(parts[0]) and not name.endswith(parts[1])]
     about = replace(kinds.model, units=[first, *(layers[kind] for kind in kinds.kinds), last])
     rank_units = _one_of_each(declared)
-    whole = {parameter: parameter.data for parameter in rank_units.all_placements}
+    whole = {parameter: parameter.data for parameter in rank_units.rows}
     try:
         _cut(rank_units, mesh)
         plan = baseline_plan(rank_units.layout, model=type(base).__name__, mesh=config.option_sizes)
@@ -289,9 +290,9 @@ def _one_of_each(rank_units: RankUnits) -> RankUnits:
 
 
 def _cut(rank_units: RankUnits, mesh: Mesh) -> None:
-    for parameter, placement in rank_units.all_placements.items():
-        axis = mesh.axis_of(placement)
+    for parameter, row in rank_units.rows.items():
+        axis = mesh.axis_of(row.cut)
         parameter.grad = None
-        parameter.data = placement.cut(parameter.data, axis.size, axis.rank)
+        parameter.data = cut_tensor(parameter.data, row.cut, axis.size, axis.rank)
     for flat in rank_units.flat_parameters:
         flat.shard_in_place(META)

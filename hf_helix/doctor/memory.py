@@ -22,10 +22,10 @@ from hf_helix.doctor.amounts.records import Adders, Amounts, Gradient, Storage, 
 from hf_helix.doctor.case import ELEMENT, GRADIENT, PARAMETER, Case
 from hf_helix.planning.choice.memory import Passes, Peak
 from hf_helix.planning.graph.operator import Kind, Part
-from hf_helix.planning.parameters import BUCKET_BYTES
 from hf_helix.planning.schedule.actions import Schedule, Slot
 from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES
+from hf_helix.planning.traffic import BUCKET_BYTES
 from hf_helix.planning.window.instructions import Instruction, entry_of
 from hf_helix.planning.window.layout import Key, Layout
 from hf_helix.planning.window.passes import MAX_COPIES

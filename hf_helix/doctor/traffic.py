@@ -2,7 +2,7 @@
 
 In:   the gradients and the weights of every unit, a case, and a cluster.
 Out:  a profile with the traffic of a window, and its seconds.
-Must hold: `hf_helix.planning.parameters` fills the buckets, as in training. Two operators on one link each get half of
+Must hold: `hf_helix.planning.traffic` fills the buckets, as in training. Two operators on one link each get half of
 its bandwidth.
 """
 
@@ -13,10 +13,10 @@ from hf_helix.doctor.amounts.records import Adders, Amounts, Gradient, KeptWeigh
 from hf_helix.doctor.case import ELEMENT, GRADIENT, PARAMETER, Case
 from hf_helix.doctor.estimate import LEAST, rings, transfer_seconds
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.parameters import Bucket, FlatWeights, Parameter, gradient_buckets
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.profile import Pair, Profile
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES
+from hf_helix.planning.traffic import Bucket, BucketMember, FlatWeights, gradient_buckets
 from hf_helix.planning.window.layout import Layout, Name, named_operators, with_traffic
 
 COPY = ELEMENT["bf16"]  # bytes of an element of cast weights
@@ -79,12 +79,12 @@ def gradient_sums(amounts: Amounts, layout: Layout, case: Case) -> list[tuple[Bu
     return found
 
 
-def _row(made: Gradient, adders: Adders, case: Case) -> Parameter:
+def _row(made: Gradient, adders: Adders, case: Case) -> BucketMember:
     spread, axis = case.spread_gradients, EXPERT_COPIES if made.is_experts else COPIES
     units = {unit for unit, _ in adders}
     is_flat = axis in spread or bool(case.offload)
     flat = f"{min(units)}.{len(units)}.{made.flat}" if is_flat else ""
-    return Parameter(GRADIENT * made.elements, adders, is_flat or not spread, flat, axis in spread)
+    return BucketMember(GRADIENT * made.elements, adders, is_flat or not spread, flat, axis in spread)
 
 
 def _seconds(made: Bucket, experts: int, case: Case, cluster: Cluster) -> float:

@@ -153,10 +153,9 @@ class Engine:
 
     def _cut(self, declared: Declared, options: RunOptions, tuner: Tuner) -> tuple[Runner, DividedParameters]:
         """Cuts the model as declared; returns the runner and the user's view of the parameters. Collective."""
-        full = {name: (parameter.shape, parameter.requires_grad) for name, parameter in self.model.named_parameters()}
         choose = functools.partial(_choose_plan, tuner)
         runner = start_runner(self.model, declared.rank_units, self.config, self.mesh, options, choose)
-        return runner, DividedParameters(self.model, runner.rank_units, self.mesh, full)
+        return runner, DividedParameters(runner.rank_units, self.mesh)
 
     def _summary(self, trains: bool) -> str:
         """The model and its layout, in a line for the start of a run."""

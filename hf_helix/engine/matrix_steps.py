@@ -20,19 +20,16 @@ from torch import Tensor, nn
 
 from hf_helix.checkpoint.training_state import entry_of, named_states
 from hf_helix.engine.optimizer_shards import PlainStep
-from hf_helix.operators.communication.transport import Axis
-from hf_helix.operators.parameters.param_shard import COPIED
 from hf_helix.operators.torch_functions import map_tensors
+from hf_helix.planning.parameters import Part
 from hf_helix.runtime.distributed.agreement import agree_on_action, all_gather_object
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.failures.heartbeat import watched
-from hf_helix.runtime.local_parameters import LocalParameter
-from hf_helix.runtime.rank_units import RankUnits
 from hf_helix.runtime.streams.streams import Streams
 from hf_helix.runtime.whole_matrices import Exchange, Holding, Member, Whole, assign, rounds_of
 
-Local = Mapping[nn.Parameter, LocalParameter]
+Parts = Mapping[nn.Parameter, Part]
 
 _MATRIX_STEP = "matrix_step_of_helix"
 
@@ -42,19 +39,13 @@ class MatrixStep:
 
     Args:
         optimizer: over this rank's slices and shards. It may have states of full parameters.
-        local: the parameters that this rank steps, see `local_parameters`.
-        rank_units: the units of this rank.
+        parts: of the parameters that this rank steps, by these, see `RankUnits.parts`.
         mesh: the layout of the ranks.
         streams: of the transfers.
     """
 
-    def __init__(self, optimizer: Any, local: Local, rank_units: RankUnits, mesh: Mesh, streams: Streams) -> None:
-        self._optimizer, self._local, self._mesh, self._streams = optimizer, local, mesh, streams
-        flats = {shard: flat for flat in rank_units.flat_parameters for shard in flat.shards.values()}
-        self._counts = {
-            parameter: mesh.holds_first_replica(about.placement, flats.get(parameter))
-            for parameter, about in local.items()
-        }
+    def __init__(self, optimizer: Any, parts: Parts, mesh: Mesh, streams: Streams) -> None:
+        self._optimizer, self._parts, self._mesh, self._streams = optimizer, parts, mesh, streams
         self._members: dict[str, Member] = {}
         self._gradients: dict[Tensor, Tensor] = {}  # of all parameters, during a step
         self._held: dict[nn.Parameter, Tensor] = {}  # of parameters that are whole now, this rank's elements
@@ -63,9 +54,9 @@ class MatrixStep:
         self._plain_step = PlainStep.of(optimizer)
 
     @classmethod
-    def install(cls, optimizer: Any, local: Local, rank_units: RankUnits, mesh: Mesh, streams: Streams) -> None:
+    def install(cls, optimizer: Any, parts: Parts, mesh: Mesh, streams: Streams) -> None:
         """Has an optimizer step whole parameters, if ranks hold parts of them. Collective."""
-        made = cls(optimizer, local, rank_units, mesh, streams)
+        made = cls(optimizer, parts, mesh, streams)
         made._assign()
         if made._divides:
             vars(optimizer)[_MATRIX_STEP] = made
@@ -92,8 +83,8 @@ class MatrixStep:
     def _assign(self) -> None:
         """Assigns new parameters of the optimizer to ranks. Collective."""
         self._num_assigned = len(self._parameters)
-        mine = {self._local[each].name: each for each in self._parameters if each in self._local}
-        held = {name: Holding.of(each.detach(), self._local[each], self._counts[each]) for name, each in mine.items()}
+        mine = {self._parts[each].row.name: each for each in self._parameters if each in self._parts}
+        held = {name: Holding.of(self._parts[each]) for name, each in mine.items()}
         of_ranks = all_gather_object(held)
         names = dict.fromkeys(name for holdings in of_ranks for name in holdings)
         known = {name: member.whole for name, member in self._members.items()}
@@ -101,7 +92,7 @@ class MatrixStep:
         self._divides = any(not each.is_full for holdings in of_ranks for each in holdings.values())
         for name, whole in wholes.items():
             if name in mine:
-                self._members[name] = Member(whole, mine[name], self._local[mine[name]], held[name].is_full)
+                self._members[name] = Member(whole, mine[name], self._parts[mine[name]], held[name].is_full)
             else:  # of another pipeline rank
                 self._members[name] = Member(whole, nn.Parameter(torch.empty(0)))
 
@@ -221,22 +212,18 @@ class MatrixStep:
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def whole_shapes(self) -> Iterator[Local]:
+    def whole_shapes(self) -> Iterator[Parts]:
         """Yields the parameters that this rank steps, as full parameters; they have full shapes in the context, and no
         values."""
-        mine = [each for each in self._members.values() if each.about is not None and self._is_mine(each.whole)]
-        local = {}
-        for member in mine:
-            parameter, about = member.parameter, member.about
-            assert about is not None
-            local[parameter] = LocalParameter(about.name, COPIED, Axis.single(), trained=about.trained)
+        mine = [each for each in self._members.values() if each.part is not None and self._is_mine(each.whole)]
+        parts = {each.parameter: each.part.full for each in mine if each.part is not None}
         before = {each.parameter: (each.parameter.detach(), each.parameter.grad) for each in mine if not each.is_full}
         try:
             for member in mine:
                 if not member.is_full:
                     parameter = member.parameter
                     parameter.grad, parameter.data = None, parameter.new_zeros(()).expand(member.whole.shape)
-            yield local
+            yield parts
         finally:
             for parameter, (held, gradient) in before.items():
                 parameter.data, parameter.grad = held, gradient

@@ -15,6 +15,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from types import MethodType
 from typing import Any
 
@@ -27,14 +28,14 @@ from hf_helix.config import HelixConfig
 from hf_helix.models.direct_use import direct_use_allowed
 from hf_helix.operators.parameters.flat_parameter import FlatParameter
 from hf_helix.operators.parameters.host_shard import arrived
-from hf_helix.operators.parameters.param_shard import Placement
+from hf_helix.operators.parameters.parts import cut_tensor
 from hf_helix.operators.zero.zero1 import zero1_flat_parameters
+from hf_helix.planning.parameters import Part
 from hf_helix.runtime.distributed.agreement import agree_on_action, on_all_ranks
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.divided import elements_of, full_of, plain_parameters
 from hf_helix.runtime.executor import issue_copy
 from hf_helix.runtime.failures.heartbeat import watched
-from hf_helix.runtime.local_parameters import LocalParameter
 from hf_helix.runtime.rank_units import RankUnits
 from hf_helix.runtime.streams.streams import Streams
 
@@ -42,22 +43,20 @@ from hf_helix.runtime.streams.streams import Streams
 def cut_states(optimizer: Any, rank_units: RankUnits, mesh: Mesh) -> None:
     """Cuts optimizer states of full parameters as the parameters were cut; cut states stay. States that an optimizer
     has made of divided parameters become this rank's elements."""
-    owners = rank_units.owners
 
-    def cut(state: Any, parameter: nn.Parameter, placement: Placement) -> Any:
+    def cut(state: Any, part: Part) -> Any:
         if not isinstance(state, Tensor) or not state.dim():
             return state
         if (elements := elements_of(state)) is not None:
             return elements
-        if owners[parameter] != rank_units.rank:
+        if not part.is_here:
             return state.new_empty(0)  # as the parameter, which another pipeline rank holds
-        axis, full = mesh.axis_of(placement), placement.full_shape(parameter.shape)
-        return placement.cut(state, axis.size, axis.rank) if tuple(state.shape) == full else state
+        return cut_tensor(state, part.row.cut, *part.ranks) if tuple(state.shape) == part.row.shape else state
 
-    for parameter, placement in rank_units.all_placements.items():
+    for parameter, row in rank_units.model_rows.items():
         if parameter in optimizer.state:
-            states = named_states(optimizer.state[parameter])
-            made = {key: cut(state, parameter, placement) for key, state in states.items()}
+            states, part = named_states(optimizer.state[parameter]), Part(row, mesh.place)
+            made = {key: cut(state, part) for key, state in states.items()}
             optimizer.state[parameter] = entry_of(made)
 
 
@@ -70,12 +69,12 @@ def join_states(optimizer: Any) -> None:
             optimizer.state[parameter] = entry_of(made)
 
 
-def keep_quantization(optimizer: Any, local: Mapping[nn.Parameter, LocalParameter]) -> None:
+def keep_quantization(optimizer: Any, parts: Mapping[nn.Parameter, Part]) -> None:
     """Has an optimizer with quantized states decide by full parameters, of which it has parts. Collective.
 
     Args:
         optimizer: over this rank's parts.
-        local: the parameters that this rank steps, see `local_parameters`.
+        parts: of the parameters that this rank steps, by these, see `RankUnits.parts`.
 
     Raises:
         ValueError: on every rank: a part cannot be quantized as the full parameter.
@@ -83,12 +82,8 @@ def keep_quantization(optimizer: Any, local: Mapping[nn.Parameter, LocalParamete
     form = format_of(optimizer)
     if form is not None:
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        parts = {
-            parameter: (about.name, about.full_shape(parameter).numel())
-            for parameter, about in local.items()
-            if parameter in held
-        }
-        on_all_ranks(lambda: form.quantize_as_full(parts))
+        full = {each: (part.row.name, prod(part.row.shape)) for each, part in parts.items() if each in held}
+        on_all_ranks(lambda: form.quantize_as_full(full))
 
 
 def step_shards(optimizer: Any, rank_units: RankUnits, streams: Streams, reads_matrices: bool = False) -> None:

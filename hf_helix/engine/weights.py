@@ -30,11 +30,11 @@ from hf_helix.engine.optimizer_shards import (
 )
 from hf_helix.models.stock.peft import is_peft
 from hf_helix.operators.parameters.host_shard import arrived
+from hf_helix.planning.parameters import Part
 from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks, decide_on_rank_0
 from hf_helix.runtime.divided import full_of, plain_parameters
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.gradients.reduce import gradient_norm
-from hf_helix.runtime.local_parameters import LocalParameter, local_parameters
 from hf_helix.runtime.streams.streams import Streams
 
 
@@ -59,8 +59,11 @@ class Weights:
     @plain_parameters()
     def gradient_norm(self) -> Tensor:
         """Returns the 2-norm of the full gradient of the model, on every rank. Collective."""
-        rank_units = self._cut.rank_units
-        return gradient_norm(rank_units.placements, self._cut.mesh, rank_units.flat_parameters)
+        return gradient_norm(self.parts(), self._cut.mesh.device)
+
+    def parts(self) -> dict[torch.nn.Parameter, Part]:
+        """Returns the parts of the parameters that this rank steps."""
+        return self._cut.rank_units.parts(self._cut.mesh.place)
 
     @plain_parameters()
     def clip_gradients(self, max_norm: float) -> Tensor:
@@ -130,26 +133,26 @@ class Weights:
         rank_units, streams = self._cut.rank_units, self._streams
         if steps_shards(optimizer):  # as at a second `train()`
             return
-        local = local_parameters(self._cut.model, rank_units, self._cut.mesh)
+        parts = self.parts()
         if reads_matrices:
             join_states(optimizer)
             step_shards(optimizer, rank_units, streams, reads_matrices)
-            MatrixStep.install(optimizer, local, rank_units, self._cut.mesh, streams)
+            MatrixStep.install(optimizer, parts, self._cut.mesh, streams)
         else:
             cut_states(optimizer, rank_units, self._cut.mesh)
             step_shards(optimizer, rank_units, streams)
-            keep_quantization(optimizer, local)
+            keep_quantization(optimizer, parts)
 
     @contextlib.contextmanager
-    def stepped(self, optimizer: Any) -> Iterator[Mapping[Any, LocalParameter]]:
+    def stepped(self, optimizer: Any) -> Iterator[Mapping[Any, Part]]:
         """Yields the parameters that this rank steps in an optimizer, whose states in the context have the shapes of
         these parameters."""
         matrices = MatrixStep.of(optimizer)
         if matrices is None:
-            yield local_parameters(self._cut.model, self._cut.rank_units, self._cut.mesh)
+            yield self.parts()
         else:
-            with matrices.whole_shapes() as local:
-                yield local
+            with matrices.whole_shapes() as parts:
+                yield parts
 
     @watched()
     def save_pretrained(self, folder: str | Path, max_shard_size: int | str | None = None, model: Any = None) -> None:

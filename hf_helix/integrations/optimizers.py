@@ -287,7 +287,7 @@ def watch_steps(engine: Engine, meets: bool = False) -> None:
         meets: whether ranks meet before every step, since one may still call the model.
     """
     rank_units, config = engine.runner.rank_units, engine.config
-    owned = {*rank_units.all_placements, *rank_units.shards.values()}
+    owned = {*rank_units.model_rows, *rank_units.shards.values()}
 
     def take_over(owner: Engine, optimizer: Any, args: Any, kwargs: Any) -> Any:
         is_handed = steps_shards(optimizer)

@@ -79,8 +79,8 @@ def time_reductions(runner: Runner, repeats: int) -> Times:
         share = (count - small.row.bytes) / max(1, large.row.bytes - small.row.bytes)
         seconds = ((1 - share) * first + share * second for first, second in zip(shortest, longest, strict=True))
         times[name] = [max(LEAST, each) for each in seconds]
-    placements = (placement for bucket in planned for placement in bucket.placements.values())
-    groups = map(runner.mesh.replica_group_of, placements)
+    cuts = (row.cut for bucket in planned for row in bucket.rows.values())
+    groups = map(runner.mesh.replica_group_of, cuts)
     size = max((dist.get_world_size(group) for group in groups if group is not None), default=1)  # of a ring
     ways = 1 if all(bucket.flat is not None for bucket in planned) else 2  # sharded gradients do not come back
     return times, {name: ways * count * (size - 1) // size for name, count in held.items()}
@@ -90,12 +90,12 @@ def _time_reduction(runner: Runner, bucket: BoundBucket, repeats: int) -> list[f
     streams = runner.executor.streams
 
     def reduce() -> None:
-        for parameter in bucket.placements:
+        for parameter in bucket.rows:
             if parameter.grad is None:  # the first time, or again if the reduction leaves parts of it
                 parameter.grad = torch.zeros_like(parameter)
         GradientReducer([bucket], runner.mesh, streams).finish()
 
-    issuing = ISSUING_SLOWEST + ISSUING * len(bucket.placements)  # their gradients are made, and moved
+    issuing = ISSUING_SLOWEST + ISSUING * len(bucket.rows)  # their gradients are made, and moved
     try:
         return time_gradient_stream(streams, reduce, repeats, issuing)
     finally:

@@ -238,7 +238,7 @@ def time_in_turn(
         for work, of_work in zip(works, times, strict=True):
             forget_gradients(first)
             if work in with_gradients:
-                for parameter in (each for bucket in first.buckets for each in bucket.placements):
+                for parameter in (each for bucket in first.buckets for each in bucket.rows):
                     parameter.grad = torch.zeros_like(parameter)
             of_work.append(_timed(work, first))
     return [[max(column) for column in zip(*all_gather_object(of_work[1:]), strict=True)] for of_work in times]
@@ -360,8 +360,8 @@ def _sent(bucket: BoundBucket, runner: Runner, count: int) -> int:
         shard = bucket.flat.shard.numel() * size
         return count * (bucket.flat.gather_axis.size - 1) * shard + 2 * (copies - 1) * shard // copies
     total = 0
-    for parameter, placement in bucket.placements.items():  # an all-reduce
-        group = runner.mesh.replica_group_of(placement)
+    for parameter, row in bucket.rows.items():  # an all-reduce
+        group = runner.mesh.replica_group_of(row.cut)
         ranks = dist.get_world_size(group) if group is not None else 1
         size = torch.promote_types(parameter.dtype, torch.float32).itemsize
         total += 2 * (ranks - 1) * parameter.numel() * size // ranks

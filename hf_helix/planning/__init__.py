@@ -10,7 +10,8 @@ plan/      orders of issue, programs, predictions
 choice/    the search of a schedule
 rules/     the named ways to make a plan
 
-parameters  trained parameters as rows, and their traffic: gradients and weights on their way
+parameters  parameters as rows: cuts, owners, shards; the part of a rank
+traffic     gradients and weights that travel together, once a window
 annealing   simulated annealing, for plans and schedules
 collection  helpers for sequences
 text        the text of differences

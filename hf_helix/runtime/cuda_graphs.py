@@ -369,7 +369,7 @@ class WindowGraphs:
 
     def _agreed(self, runner: Runner, about: object, leaves: Sequence[Any]) -> int:
         """Returns a number for this window on all ranks together; 0 if a rank cannot capture it. Collective."""
-        held = (*runner.rank_units.placements, *runner.rank_units.stepped)
+        held = (*runner.rank_units.own_rows, *runner.rank_units.stepped)
         places = [(parameter.data_ptr(), parameter.requires_grad) for parameter in held]
         moved = runner is not self._runner or places != self._places
         reason = reason_against_graph(runner, leaves)

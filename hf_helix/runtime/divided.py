@@ -34,12 +34,12 @@ from torch.nn import functional
 
 from hf_helix.operators.parameters.host_shard import arrived
 from hf_helix.operators.torch_functions import UNTAGGED, is_elementwise, is_in_place, map_tensors
+from hf_helix.planning.parameters import Part
 from hf_helix.runtime.distributed import agreement
 from hf_helix.runtime.distributed.agreement import agree_on_action
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.division import Division
 from hf_helix.runtime.failures.heartbeat import watched
-from hf_helix.runtime.local_parameters import local_parameters
 from hf_helix.runtime.rank_units import RankUnits
 
 
@@ -152,41 +152,27 @@ class DividedParameters:
     """The divided parameters of a cut model. After this object is deleted, they keep their present class.
 
     Args:
-        model: the cut model.
-        rank_units: its units on this rank.
+        rank_units: the units of the model on this rank.
         mesh: the layout of the ranks.
-        full: by name of a parameter, the full shape, and whether it was trained when the model was cut.
     """
 
-    def __init__(
-        self, model: nn.Module, rank_units: RankUnits, mesh: Mesh, full: Mapping[str, tuple[torch.Size, bool]]
-    ) -> None:
-        placements, shards, above, owners = (
-            rank_units.all_placements,
-            rank_units.shards,
-            rank_units.above,
-            rank_units.owners,
-        )
-        flat_of = {parameter: flat for flat in rank_units.flat_parameters for parameter in flat.placements}
-        locals_of = {about.name: about for about in local_parameters(model, rank_units, mesh).values()}
+    def __init__(self, rank_units: RankUnits, mesh: Mesh) -> None:
+        shards = rank_units.shards
         self._parameters: list[Any] = []
         self._summed: dict[nn.Parameter, int] = {}  # those that ranks hold in full, with the ranks of a sum
-        for name, parameter in model.named_parameters():
-            (shape, trained), flat = full[name], flat_of.get(parameter)
-            position = mesh, placements[parameter], owners[parameter], shape, parameter in above
-            division = Division(*position, name, locals_of.get(name), flat)
-            if not (division.is_cut or flat is not None or mesh.pipe.size > 1):
-                if division.num_summed > 1:
-                    self._summed[parameter] = division.num_summed
+        for parameter, row in rank_units.model_rows.items():
+            part = Part(row, mesh.place)
+            if not (part.is_cut or row.flat is not None or mesh.pipe.size > 1):
+                if part.num_summed > 1:
+                    self._summed[parameter] = part.num_summed
                 continue
-            shard = shards.get(parameter)
+            division, shard = Division(part, mesh), shards.get(parameter)
             parameter._shard = shard  # type: ignore[attr-defined]
             for each in (parameter,) if shard is None else (parameter, shard):
-                each._division, each._trained = division, trained  # type: ignore[attr-defined]
+                each._division, each._trained = division, row.trained  # type: ignore[attr-defined]
                 self._parameters.append(each)
-        unread = rank_units.unread
         absent = [parameter for parameter in self._parameters if not parameter._division.is_here]
-        self._absent = [parameter for parameter in absent if parameter not in unread]
+        self._absent = [parameter for parameter in absent if parameter._division.part.row.is_read]
         _live.add(self)
         self.show(not _depth)
 
@@ -396,7 +382,7 @@ def _with_part(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], has_
             return division.full_lookup(value, weight) if _full_values else NotImplemented
         if _full_values:
             return division.full_linear(value, weight, bias, features=int(func is torch.addmm))
-        if not division.is_above or func is not functional.linear:
+        if not division.part.row.is_above or func is not functional.linear:
             return NotImplemented
         if not has_gradients:  # perhaps in a callback, on a single rank
             with watched():
@@ -684,7 +670,7 @@ def _totals(values: Sequence[DividedTensor], numbers: Iterable[Tensor]) -> list[
     """Returns the sums over all ranks of a number of this rank's elements of each tensor, as float64. A single
     collective."""
     division = values[0]._division
-    counted = [number.double() * value._division.counts for value, number in zip(values, numbers, strict=True)]
+    counted = [number.double() * value._division.part.counts for value, number in zip(values, numbers, strict=True)]
     total = torch.stack(counted).to(division.mesh.device)
     division.sum(total)
     return [each.to(number.device) for each, number in zip(total, counted, strict=True)]

@@ -19,15 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from hf_helix.operators.parameters.flat_parameter import FlatParameter
-from hf_helix.operators.parameters.param_shard import EXPERTS, VOCABULARY, Placement
+from hf_helix.operators.parameters.parts import cut_tensor, paste, views_with_index
 from hf_helix.operators.vocabulary.logits import divided_logits
 from hf_helix.operators.vocabulary.lookup import lookup
 from hf_helix.operators.vocabulary.slices import changed_gradient, sliced_linear, start_sum
+from hf_helix.planning.parameters import EXPERTS, VOCABULARY, Cut, Part
 from hf_helix.runtime.distributed.agreement import agree_on_action
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.failures.heartbeat import watched
-from hf_helix.runtime.local_parameters import LocalParameter
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,69 +34,56 @@ class Division:
     """The division of a parameter over the ranks. All tensors made of the parameter share its division.
 
     Attributes:
+        part: this rank's part of the parameter.
         mesh: the mesh of ranks.
-        placement: the cut of the parameter.
-        owner: the pipeline rank with the parameter.
-        shape: of the full parameter.
-        is_above: whether the parameter is above the decoder.
-        name: of the parameter.
-        local: the position of this rank's elements; None if another pipeline rank holds the parameter.
-        flat: the flat parameter; None if the parameter is in none.
     """
 
+    part: Part
     mesh: Mesh
-    placement: Placement
-    owner: int
-    shape: torch.Size
-    is_above: bool
-    name: str = ""
-    local: LocalParameter | None = None
-    flat: FlatParameter | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Division:
         return self
 
     @property
+    def name(self) -> str:
+        """The name of the parameter."""
+        return self.part.row.name
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the full parameter."""
+        return torch.Size(self.part.row.shape)
+
+    @property
     def is_here(self) -> bool:
         """Whether this rank holds the parameter, or its part of it."""
-        return self.mesh.pipe.rank == self.owner
+        return self.part.is_here
 
     @property
-    def is_cut(self) -> bool:
-        """Whether several ranks hold parts of the parameter."""
-        return self.placement.dim is not None and self.mesh.axis_of(self.placement).size > 1
-
-    @property
-    def counts(self) -> bool:
-        """Whether a sum over all ranks counts this rank's elements: of replicas, one counts."""
-        return self.local is not None and self.mesh.holds_first_replica(self.placement, self.flat)
+    def _cut(self) -> Cut:
+        return self.part.row.cut
 
     @property
     def refusal(self) -> str:
         """The reason why a loss cannot read the parameter; empty if a loss can."""
-        if self.flat is not None:
+        if self.part.row.flat is not None:
             return (
                 "data-parallel ranks hold shards of it, or the host holds it (shard_optimizer, shard_parameters, "
                 "offload)"
             )
-        is_of_experts = self.is_cut and self.placement.mesh_axis == EXPERTS
+        is_of_experts = self.part.is_cut and self._cut.mesh_axis == EXPERTS
         return "ranks with other tokens hold other experts" if is_of_experts else ""
-
-    @property
-    def num_summed(self) -> int:
-        """The number of ranks with the same batch whose gradients of the parameter are summed."""
-        return self.mesh.cp.size * (self.mesh.tp.size if self.placement.sums_gradient else 1)
 
     # -- elements of this rank, for any use of the parameter -------------------------------------------------------
 
-    def _boxes(self, held: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+    def _views(self, held: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
         """Returns views of this rank's elements, each with its position in the full tensor."""
-        return iter(()) if self.local is None else self.local.pieces_with_index(held.detach())
+        return views_with_index(self.part, held.detach()) if self.is_here else iter(())
 
     def cut(self, full: Tensor, held: Tensor) -> Tensor:
         """Returns this rank's elements of a full tensor, in the shape of `held`."""
         result = torch.empty_like(held, dtype=full.dtype)
-        for piece, place in self._boxes(result):
+        for piece, place in self._views(result):
             piece.copy_(full[place])
         return result
 
@@ -134,8 +120,8 @@ class Division:
     def _with_zeros(self, held: Tensor) -> Tensor:
         """Returns a tensor of the full shape with this rank's elements, whose bits all ranks add up to the full one."""
         full = torch.zeros(self.shape, dtype=held.dtype, device=self.mesh.device)
-        if self.counts:
-            for piece, place in self._boxes(held):
+        if self.part.counts:
+            for piece, place in self._views(held):
                 full[place] = piece
         return full
 
@@ -157,14 +143,14 @@ class Division:
             bias: the linear's bias, or None.
         """
         if not self.is_here:
-            part = self.placement.shape(self.shape, self.mesh.tp.size, self.mesh.tp.rank) if self.is_cut else self.shape
+            part = self._cut.shape(self.shape, self.mesh.tp.size, self.mesh.tp.rank) if self.part.is_cut else self.shape
             result = self.received(value, (*value.shape[:-1], part[0]), _type_of_products(value))
         else:
             bias = None if bias is None else self.recorded(bias)
             operands = value, self.recorded(weight), bias
-            result = sliced_linear(*operands, self.mesh.tp) if self.is_cut else functional.linear(*operands)
+            result = sliced_linear(*operands, self.mesh.tp) if self.part.is_cut else functional.linear(*operands)
             self.share(result.detach())
-        return divided_logits(result, self.mesh.tp, self.placement.length) if self.is_cut else result
+        return divided_logits(result, self.mesh.tp, self._cut.length) if self.part.is_cut else result
 
     @torch.no_grad()
     def full_linear(self, value: Tensor, weight: Tensor, bias: Tensor | None, features: int = 0) -> Tensor:
@@ -178,13 +164,13 @@ class Division:
         if not self.is_here:
             return self.share(value.new_empty(shape, dtype=_type_of_products(value)))
         matrix = weight.t() if features else weight
-        if not self.is_cut:
+        if not self.part.is_cut:
             return self.share(functional.linear(value, matrix, bias))
-        if self.placement.dim == features:
-            outputs = replace(self.placement, dim=value.dim() - 1)
+        if self._cut.dim == features:
+            outputs = replace(self._cut, dim=value.dim() - 1)
             return self.share(self._joined(functional.linear(value, matrix, bias), shape, outputs))
-        axis = self.mesh.axis_of(self.placement)
-        parts = [value[..., first:last] for first, last in self.placement.bounds(axis.size, axis.rank)]
+        axis = self.mesh.axis_of(self._cut)
+        parts = [value[..., first:last] for first, last in self._cut.bounds(axis.size, axis.rank)]
         total = functional.linear(torch.cat(parts, -1), matrix)
         start_sum(total, axis)()
         return self.share(total if bias is None else total + bias.to(total.dtype))
@@ -195,10 +181,10 @@ class Division:
         shape = (*ids.shape, self.shape[1])
         if not self.is_here:
             return self.share(weight.new_empty(shape))  # autocast leaves lookups in the type of the table
-        if not self.is_cut or self.placement.dim != 0:
+        if not self.part.is_cut or self._cut.dim != 0:
             return self.share(functional.embedding(ids, self._gathered(weight)))
-        axis = self.mesh.axis_of(self.placement)
-        ((first, _),) = self.placement.bounds(axis.size, axis.rank)
+        axis = self.mesh.axis_of(self._cut)
+        ((first, _),) = self._cut.bounds(axis.size, axis.rank)
         found = lookup(ids, weight, first, self.shape[0], None)
         start_sum(found, axis)()
         return self.share(found)
@@ -210,7 +196,7 @@ class Division:
 
     def recorded(self, held: Tensor) -> Tensor:
         """Returns a plain tensor in the memory of a parameter, whose gradient is this rank's share."""
-        return changed_gradient(held, lambda gradient: gradient / self.num_summed)
+        return changed_gradient(held, lambda gradient: gradient / self.part.num_summed)
 
     def received(self, value: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns the owner's result for a value, under autograd; called on other ranks.
@@ -227,21 +213,21 @@ class Division:
         """Returns the owner's value on every rank of the pipeline; other ranks give an empty one of its shape. Where
         all ranks have slices, all have the value."""
         pipe = self.mesh.pipe
-        if pipe.group is not None and self.placement.mesh_axis != VOCABULARY:
+        if pipe.group is not None and self._cut.mesh_axis != VOCABULARY:
             value = value.contiguous()
-            dist.broadcast(value, pipe.ranks[self.owner], group=pipe.group)
+            dist.broadcast(value, pipe.ranks[self.part.row.owner], group=pipe.group)
         return value
 
     def _gathered(self, held: Tensor) -> Tensor:
         """Returns the full parameter on the ranks of the cut."""
-        if not self.is_cut:
+        if not self.part.is_cut:
             return held.view_as(held)
-        return self._joined(held, self.shape, self.placement)
+        return self._joined(held, self.shape, self._cut)
 
-    def _joined(self, part: Tensor, shape: Sequence[int], placement: Placement) -> Tensor:
+    def _joined(self, part: Tensor, shape: Sequence[int], cut: Cut) -> Tensor:
         """Returns a full tensor from each rank's part of it."""
-        axis, full = self.mesh.axis_of(placement), part.new_zeros(shape)
-        placement.paste(full, part, axis.size, axis.rank)
+        axis, full = self.mesh.axis_of(cut), part.new_zeros(shape)
+        paste(full, part, cut, axis.size, axis.rank)
         start_sum(full, axis)()
         return full
 
@@ -280,5 +266,5 @@ class _Full(torch.autograd.Function):
         division, (gradient,) = ctx.division, gradients
         if not division.is_here:
             return gradient.new_zeros(ctx.held_shape), None
-        axis = division.mesh.axis_of(division.placement)
-        return division.placement.cut(gradient, axis.size, axis.rank), None
+        part = division.part
+        return cut_tensor(gradient, part.row.cut, *part.ranks), None

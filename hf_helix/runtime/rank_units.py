@@ -8,6 +8,7 @@ Must hold: one copy of the parameters serves both strands; every rank describes 
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 
 from torch import nn
@@ -15,10 +16,11 @@ from torch import nn
 from hf_helix.operators.communication.collectives import MakeBuffers, PipelineTransfer
 from hf_helix.operators.parameters.flat_parameter import FlatParameter
 from hf_helix.operators.parameters.host_shard import HostShard
-from hf_helix.operators.parameters.param_shard import VOCABULARY, Placement
+from hf_helix.operators.units.rows import Rows, parameter_rows, shared_gradients
 from hf_helix.operators.units.unit import Unit
 from hf_helix.operators.vocabulary.pipeline import Elsewhere
 from hf_helix.planning.graph.backward import OF_SLICES, SEND, GraphPair
+from hf_helix.planning.parameters import Parameter, Part, Place
 from hf_helix.planning.schedule.placement import (
     FOLD,
     count_layers,
@@ -29,7 +31,6 @@ from hf_helix.planning.schedule.placement import (
 )
 from hf_helix.planning.window.layout import Layout, staged_layout
 from hf_helix.runtime.distributed.pipe import Pipe
-from hf_helix.runtime.gradients.buckets import adders_of
 
 SINGLE = Pipe([0])
 
@@ -43,24 +44,29 @@ class RankUnits:
         rank: in the pipeline.
         all_units: the units of the whole model, by index in the layout.
         ends: this rank's ends of the P2P links to other ranks, by index.
+        rows: every parameter of `all_units` with its row, in their order.
     """
 
     layout: Layout
     rank: int
     all_units: Mapping[int, Unit]
     ends: Mapping[int, Unit]
+    rows: Mapping[nn.Parameter, Parameter]
 
     @property
     def units(self) -> dict[int, Unit]:
         """The units of this rank, in forward order."""
         return {index: self.all_units.get(index) or self.ends[index] for index in self.layout.units_of(self.rank)}
 
-    @property
-    def placements(self) -> dict[nn.Parameter, Placement]:
-        """Every parameter of this rank, once."""
-        return {
-            parameter: placement for unit in self.units.values() for parameter, placement in unit.placements.items()
-        }
+    @cached_property
+    def model_rows(self) -> Rows:
+        """The parameters of the model, without stand-ins for slices of other ranks."""
+        return {parameter: row for parameter, row in self.rows.items() if not isinstance(parameter, Elsewhere)}
+
+    @cached_property
+    def own_rows(self) -> Rows:
+        """The parameters of this rank, in the order of its units."""
+        return {parameter: row for parameter, row in self.rows.items() if row.owner == self.rank}
 
     @property
     def flat_parameters(self) -> list[FlatParameter]:
@@ -87,33 +93,22 @@ class RankUnits:
         """The parameters for an optimizer, with complete gradients after a window: this rank's parameters, and in place
         of sharded ones their parts on this rank."""
         shards = self.shards
-        return [shards.get(parameter, parameter) for parameter in self.placements]
+        return [shards.get(parameter, parameter) for parameter in self.own_rows]
 
-    @property
-    def all_placements(self) -> dict[nn.Parameter, Placement]:
-        """Every parameter of the model, once; those with slices on all ranks first, in an order equal on all ranks."""
-        found = {p: placement for unit in self.all_units.values() for p, placement in unit.placements.items()}
-        mine = [(p, placement) for p, placement in found.items() if not isinstance(p, Elsewhere)]
-        return dict(sorted(mine, key=lambda each: each[1].mesh_axis != VOCABULARY))
+    def parts(self, place: Place) -> dict[nn.Parameter, Part]:
+        """Returns the parts of this rank as they are now, by the parameter that an optimizer steps: freezing a
+        parameter after the cut freezes only the parameter of the model.
 
-    @property
-    def owners(self) -> dict[nn.Parameter, int]:
-        """The rank of every parameter of the model; this rank of a parameter with slices on all ranks."""
+        Args:
+            place: of this rank.
+        """
+        shards = self.shards
         return {
-            parameter: self.layout.rank_of(index)
-            for index, unit in self.all_units.items()
-            for parameter in unit.placements
+            shards.get(parameter, parameter): Part(
+                replace(row, trained=parameter.requires_grad, shape=row.cut.full_shape(parameter.shape)), place
+            )
+            for parameter, row in self.own_rows.items()
         }
-
-    @property
-    def above(self) -> Collection[nn.Parameter]:
-        """The parameters above the decoder, see `Unit.above`."""
-        return self.all_units[self.head].above
-
-    @property
-    def unread(self) -> Collection[nn.Parameter]:
-        """The parameters that no code reads, see `Unit.unread`."""
-        return {parameter for unit in self.all_units.values() for parameter in unit.unread}
 
     def transfers(self) -> list[tuple[int, PipelineTransfer]]:
         """This rank's ends of the P2P links to other ranks, with their indices in the layout."""
@@ -141,6 +136,7 @@ def place_units(
     of_slice: Callable[[int], MakeBuffers] | None = None,
     embedding_cost: float = 0.0,
     first_least: int = 0,
+    names: Mapping[nn.Parameter, str] | None = None,
 ) -> RankUnits:
     """Returns the units of a rank: the embedding goes with the first layers, the head with the last.
 
@@ -152,6 +148,7 @@ def place_units(
         placement: `fold`, `linear` or `spread`, see `hf_helix.planning.schedule.placement`.
         head_cost, layers_per_stage, embedding_cost, first_least: see `split_layers`.
         of_slice: from a slice of the head to the buffers of its outputs.
+        names: of the parameters in the model; None if nobody asks.
 
     Raises:
         ValueError: too few layers, wrong `layers_per_stage`, or a weight in units of two ranks.
@@ -180,9 +177,9 @@ def place_units(
         elif ranks[stage] == pipe.rank:
             assert make_buffers is not None, "several ranks need buffers for transfers between them"
             ends[index] = _end(layout.units[index], layout.graphs, pipe, stage, ranks, make_buffers, of_slice)
-    rank_units = RankUnits(replace(layout, shared=shared_gradients(model)), pipe.rank, model, ends)
-    _check_single(rank_units)
-    return rank_units
+    rows = parameter_rows(model, layout.rank_of, names)
+    layout = replace(layout, shared=shared_gradients(rows.values()))
+    return RankUnits(layout, pipe.rank, model, ends, rows)
 
 
 def cut_layers(
@@ -244,18 +241,3 @@ def _end(
     channel = pipe.channel(boundary, peer, outward, int(is_of_slices))
     transfer = PipelineTransfer(channel, boundary, make_buffers)
     return Unit(label=f"{name}.{boundary}", graphs=graphs[name], operators={"transfer": transfer}, placements={})
-
-
-def _check_single(rank_units: RankUnits) -> None:
-    owners = rank_units.owners
-    for index, unit in rank_units.all_units.items():
-        if any(owners[parameter] != rank_units.layout.rank_of(index) for parameter in unit.placements):
-            raise ValueError(
-                f"{unit.label} shares a weight with a unit on another pipeline rank (tied embeddings), and every "
-                "weight lives on one; use a schedule on the fold, such as schedule='auto', or tie_word_embeddings=False"
-            )
-
-
-def shared_gradients(units: Mapping[int, Unit]) -> list[list[tuple[int, str]]]:
-    """Returns the backward operators of gradients shared by several units, see `Layout.shared`."""
-    return [adders for adders in adders_of(units).values() if len({index for index, _ in adders}) > 1]

@@ -167,14 +167,14 @@ class Runner:
         program's. Then no bucket is a reduction of the layout, and all are reduced at the end.
         """
         self._trained_before = self._trained()
-        self.buckets = bound_buckets(self.rank_units.units, self.mesh)
+        self.buckets = bound_buckets(self.rank_units.rows, self.rank_units.units, self.mesh.place)
         planned = {number: made.row for number, made in enumerate(self.buckets) if made.row.is_planned}
         known = [each for each in self.layout.traffic_of(self.rank_units.rank) if each.adders]
         is_same = [each.adders for each in known] == [bucket.adders for bucket in planned.values()]
         self._numbers = {each.unit: number for each, number in zip(known, planned, strict=is_same)} if is_same else {}
 
     def _trained(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self.rank_units.placements]
+        return [parameter.requires_grad for parameter in self.rank_units.own_rows]
 
     @plain_parameters()
     def evaluate(self, microbatches: Sequence[MicroBatch], keep_logits: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -282,7 +282,7 @@ class Runner:
 
 def forget_gradients(runner: Runner) -> None:
     """Leaves the parameters without gradients, as between two optimizer steps."""
-    for parameter in (*runner.rank_units.placements, *runner.rank_units.stepped):
+    for parameter in (*runner.rank_units.own_rows, *runner.rank_units.stepped):
         parameter.grad = None
 
 

@@ -1,33 +1,39 @@
 """The traffic of a run's parameters: which gradients and weights of ZeRO-1 travel together.
 
-In:   the uncut units of the whole model, by index in the layout, and the mesh.
-Out:  the rows of `hf_helix.planning.parameters`: buckets, and flat weights.
+In:   the uncut units of the whole model, by index in the layout, with the rows of their parameters; this rank's place.
+Out:  the rows of `hf_helix.planning.traffic`: buckets, and flat weights.
 Must hold: rows are the same on all ranks of a pipeline. Flat weights are in the order of their first reads.
 """
 
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
+from torch import nn
+
 from hf_helix.operators.units.unit import Unit
 from hf_helix.operators.zero.zero1 import Zero1FlatParameter, zero1_flat_parameters
-from hf_helix.planning.parameters import Bucket, FlatWeights
-from hf_helix.planning.window.layout import Layout
-from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.runtime.gradients.buckets import bound_buckets, max_elements
+from hf_helix.planning.parameters import Parameter, Place
+from hf_helix.planning.traffic import Bucket, FlatWeights
+from hf_helix.runtime.gradients.buckets import bound_buckets
+from hf_helix.runtime.rank_units import RankUnits
 
 T = TypeVar("T")
 
 
-def planned_buckets(layout: Layout, model: Mapping[int, Unit], mesh: Mesh) -> list[Bucket]:
-    """Returns the buckets of all pipeline ranks that a plan orders, from the uncut units of the whole model."""
+def planned_buckets(rank_units: RankUnits, place: Place) -> list[Bucket]:
+    """Returns the buckets of all pipeline ranks that a plan orders."""
+    layout, model = rank_units.layout, rank_units.all_units
     ranks = ({unit: model[unit] for unit in layout.units_of(rank) if unit in model} for rank in range(layout.num_ranks))
-    return [made.row for units in ranks for made in bound_buckets(units, mesh) if made.row.is_planned]
+    buckets = (bucket.row for units in ranks for bucket in bound_buckets(rank_units.rows, units, place))
+    return [bucket for bucket in buckets if bucket.is_planned]
 
 
-def flat_weights(model: Mapping[int, Unit], mesh: Mesh) -> list[FlatWeights]:
-    """Returns the ZeRO-1 weights of all pipeline ranks, from the uncut units of the whole model."""
-    readers = readers_of(sorted(model.items()))
-    return [FlatWeights(tuple(units), flat.name, _bytes(flat, mesh)) for flat, units in readers.items()]
+def flat_weights(rank_units: RankUnits, place: Place) -> list[FlatWeights]:
+    """Returns the ZeRO-1 weights of all pipeline ranks."""
+    readers = readers_of(sorted(rank_units.all_units.items()))
+    return [
+        FlatWeights(tuple(units), flat.name, _bytes(flat, rank_units.rows, place)) for flat, units in readers.items()
+    ]
 
 
 def readers_of(units: Iterable[tuple[T, Unit]]) -> dict[Zero1FlatParameter, list[T]]:
@@ -39,9 +45,8 @@ def readers_of(units: Iterable[tuple[T, Unit]]) -> dict[Zero1FlatParameter, list
     return readers
 
 
-def _bytes(flat: Zero1FlatParameter, mesh: Mesh) -> int:
+def _bytes(flat: Zero1FlatParameter, rows: Mapping[nn.Parameter, Parameter], place: Place) -> int:
     """The bytes of the buffer on the rank with the largest, without padding."""
-    return sum(
-        max_elements(parameter, placement, mesh) * (flat.cast_to or parameter.dtype).itemsize
-        for parameter, placement in flat.placements.items()
-    )
+    itemsize = flat.cast_to.itemsize if flat.cast_to is not None else None
+    members = (rows[parameter] for parameter in flat.placements)
+    return sum(row.most_elements(place) * (itemsize or row.itemsize) for row in members)

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.parameters.host_shard import arrived
-from hf_helix.runtime.local_parameters import LocalParameter, Offset
+from hf_helix.operators.parameters.parts import views_of
+from hf_helix.planning.parameters import Part, Shape
 from hf_helix.runtime.streams.streams import Streams
 
-Box = tuple[Offset, tuple[int, ...]]
+Box = tuple[Shape, Shape]
 """Elements of a full tensor: the offset of a box, and its shape."""
 
 NUM_ROUNDS, MOST_ELEMENTS = 8, 2**24
@@ -49,13 +50,10 @@ class Holding:
     is_full: bool
 
     @classmethod
-    def of(cls, parameter: Tensor, about: LocalParameter, counts: bool) -> Holding:
+    def of(cls, part: Part) -> Holding:
         """Returns a rank's holding of a parameter that it steps."""
-        shape = tuple(about.full_shape(parameter))
-        pieces = {offset: piece for offset, piece in about.pieces(parameter).items() if piece.numel()}
-        boxes = tuple((offset, tuple(piece.shape)) for offset, piece in pieces.items())
-        is_full = tuple(parameter.shape) == shape and [size for _, size in boxes] == [shape]
-        return cls(shape, boxes, counts, is_full)
+        boxes = tuple((piece.offset, piece.shape) for piece in part.pieces() if prod(piece.shape))
+        return cls(part.row.shape, boxes, part.counts, part.is_full and bool(boxes))
 
 
 @dataclass(frozen=True)
@@ -148,19 +146,19 @@ class Member:
         whole: its assignment.
         parameter: as this rank steps it by elements: the parameter, its slice or its shard; a stand-in on a rank that
             is neither its source nor a holder.
-        about: its position; None if this rank has no elements.
+        part: its elements; None if another pipeline rank has them.
         is_full: whether this rank holds the full parameter.
     """
 
     whole: Whole
     parameter: nn.Parameter
-    about: LocalParameter | None = None
+    part: Part | None = None
     is_full: bool = False
 
     def pieces(self, held: Tensor) -> list[Tensor]:
         """Views of this rank's elements, in the order of its boxes."""
-        assert self.about is not None
-        return [piece for piece in self.about.pieces(held).values() if piece.numel()]
+        assert self.part is not None
+        return [view for view in views_of(self.part, held).values() if view.numel()]
 
 
 class Exchange:

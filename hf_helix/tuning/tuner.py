@@ -132,13 +132,8 @@ def _measure_close_again(
 
 def _gradient_bytes(runner: Runner) -> int:
     """The bytes of the full gradients of the parameters that this rank has a part of."""
-    return sum(
-        parameter.nbytes
-        if placement.dim is None
-        else parameter.nbytes // max(1, parameter.shape[placement.dim]) * placement.length
-        for parameter, placement in runner.rank_units.placements.items()
-        if parameter.requires_grad
-    )
+    rows = runner.rank_units.own_rows
+    return sum(row.nbytes for parameter, row in rows.items() if parameter.requires_grad)
 
 
 def _label(rule: str, scheduler: Scheduler, among: Sequence[Scheduler]) -> str:

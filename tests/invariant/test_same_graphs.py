@@ -11,8 +11,8 @@ from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
 from hf_helix.operators.autograd_operator import Add
 from hf_helix.operators.communication.transport import Axis, SilentTransport
-from hf_helix.operators.parameters.param_shard import Placement
 from hf_helix.operators.units.unit import Unit
+from hf_helix.planning.parameters import Cut
 
 
 def form(unit: Unit) -> list[tuple[Any, ...]]:
@@ -36,7 +36,7 @@ def form(unit: Unit) -> list[tuple[Any, ...]]:
     return [*rows, ("leaves", *(numbers[value] for value in graph.outputs))]
 
 
-def placements(model: Any, units: list[Unit]) -> dict[str, Placement]:
+def placements(model: Any, units: list[Unit]) -> dict[str, Cut]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {names[parameter]: placed for unit in units for parameter, placed in unit.placements.items()}
 

@@ -28,6 +28,7 @@ from invariant.classes import CASES, Case
 from support.models import tiny
 from support.programs import build_programs
 from support.tuning_jobs import hasty
+from support.units import StandInGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_helix.config import HelixConfig
@@ -75,8 +76,10 @@ def layout_of(case: Case) -> Layout:
     made = simulated_mesh(
         sizes, case.options.get("inter_node_axes") or (), False, copies if config.zero_stage else None
     )
-    groups = {f"{name}_group": object() if copies[axis] > 1 else None for name, axis in REPLICAS.items()}
-    group = object() if sizes["dp"] > 1 else None
+    groups = {
+        f"{name}_group": StandInGroup(copies[axis]) if copies[axis] > 1 else None for name, axis in REPLICAS.items()
+    }
+    group = StandInGroup(sizes["dp"]) if sizes["dp"] > 1 else None
     pipe = Pipe(list(range(sizes["pp"])), None, {0: object(), 1: object()})  # type: ignore[dict-item]
     mesh = replace(made, sizes=sizes, pipe=pipe, dp_group=group, **groups)  # type: ignore[arg-type]
     model = tiny(**case.model)

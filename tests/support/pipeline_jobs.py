@@ -158,16 +158,14 @@ def window_of(trainer: Any, count: int, rows: int, lengths: Sequence[int], kind:
 @plain_parameters()
 def whole_gradients(trainer: Any) -> dict[str, Any]:
     """Of what is trained anywhere, by name, in fp32; None on ranks other than the first that shares the batch."""
-    rank_units = trainer.helix.runner.rank_units
-    owners = rank_units.owners
-    placements = {p: placement for unit in rank_units.all_units.values() for p, placement in unit.placements.items()}
+    rows = trainer.helix.runner.rank_units.rows
     mine = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
     trained = set().union(*all_gather_object(mine))
     result = {}
     for name, parameter in trainer.model.named_parameters():
         if name not in trained:
             continue
-        whole = full_parameter(parameter.grad, placements[parameter], trainer.helix.mesh, owners[parameter])
+        whole = full_parameter(parameter.grad, rows[parameter], trainer.helix.mesh)
         result[name] = None if whole is None else whole.float().numpy().copy()
     return result
 

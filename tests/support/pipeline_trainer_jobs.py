@@ -10,7 +10,7 @@ from unittest import mock
 from support import jobs
 from support.tuning_jobs import hasty
 
-from hf_helix.planning import parameters
+from hf_helix.planning import traffic
 from hf_helix.planning.window.layout import with_traffic
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.traffic import planned_buckets
@@ -24,7 +24,7 @@ def model_of(**changes: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def buckets_of(size: int) -> Iterator[None]:
     """Gradients are summed in buckets of so many bytes; 0 for the usual size."""
-    with mock.patch.object(parameters, "BUCKET_BYTES", size or parameters.BUCKET_BYTES):
+    with mock.patch.object(traffic, "BUCKET_BYTES", size or traffic.BUCKET_BYTES):
         yield
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from support.units import StandInGroup
 from transformers import AutoConfig
 
 from hf_helix.config import HelixConfig
@@ -53,7 +54,7 @@ def layout_of_training(model: Any, bf16: bool = False, **helix: Any) -> Layout:
     config = HelixConfig(**helix)
     spread = {"copies": 2, "expert_copies": 2} if config.zero_stage else None
     mesh = simulated_mesh({"tp": config.tp_size}, spread=spread)
-    group: Any = object()
+    group: Any = StandInGroup(2)
     mesh = replace(mesh, sizes={**mesh.sizes, "dp": 2}, replica_group=group, expert_replica_group=group, dp_group=group)
     if config.offload:
         alone = mesh_of(HelixConfig(offload=config.offload), "cpu")

@@ -22,8 +22,9 @@ from hf_helix.models.trace.opaque_calls import DTYPE, OpaqueCalls, skeleton_of
 from hf_helix.models.trace.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, ModuleTrace, trace
 from hf_helix.operators.communication.collectives import AllGather, ReduceScatter
 from hf_helix.operators.communication.transport import Axis, SilentTransport
-from hf_helix.operators.parameters.param_shard import Placement
+from hf_helix.operators.parameters.parts import cut_tensor, paste
 from hf_helix.operators.units.unit import Unit
+from hf_helix.planning.parameters import Cut
 
 WIDTH = 8
 """Features of what enters the modules."""
@@ -104,8 +105,8 @@ def gradients_cut(module: nn.Module, x: Tensor, gradient: Tensor, size: int = 2,
         for rank, each in enumerate(modules)
     ]
     for rank, unit in enumerate(units):
-        for parameter, placement in unit.placements.items():
-            parameter.data = placement.cut(parameter.data, size, rank)
+        for parameter, cut in unit.placements.items():
+            parameter.data = cut_tensor(parameter.data, cut, size, rank)
     side: dict[str, Any] = {**given, "masks": {None: None}, "positions": torch.arange(x.shape[1])[None], "ends": {}}
     side["length"] = x.shape[1]
     parts = [[value.transpose(0, 1).chunk(size)[rank] for value in (x, gradient)] for rank in range(size)]
@@ -114,23 +115,23 @@ def gradients_cut(module: nn.Module, x: Tensor, gradient: Tensor, size: int = 2,
     return {"out": out[0], "d.x": entering[0], **whole_gradients(modules, units[0].placements)}
 
 
-def whole_gradients(modules: Sequence[nn.Module], placements: Mapping[nn.Parameter, Placement]) -> dict[str, Tensor]:
+def whole_gradients(modules: Sequence[nn.Module], cuts: Mapping[nn.Parameter, Cut]) -> dict[str, Tensor]:
     """The gradients of all parameters from the parts of the ranks.
 
     Args:
         modules: of each rank.
-        placements: of the parameters of the first.
+        cuts: of the parameters of the first.
     """
     result = {}
     for name, first in modules[0].named_parameters():
-        placement = placements[first]
+        cut = cuts[first]
         parts = [module.get_parameter(name).grad for module in modules]
-        if placement.dim is not None:
-            whole = torch.empty(placement.full_shape(parts[0].shape))
+        if cut.dim is not None:
+            whole = torch.empty(cut.full_shape(parts[0].shape))
             for rank, part in enumerate(parts):
-                placement.paste(whole, part, len(parts), rank)
+                paste(whole, part, cut, len(parts), rank)
             result[name] = whole
-        elif placement.sums_gradient:
+        elif cut.sums_gradient:
             result[name] = sum(parts[1:], start=parts[0])
         else:
             assert all(torch.equal(part, parts[0]) for part in parts), name

@@ -7,13 +7,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_helix.operators.base import OperatorContext, Precision, explicit_gradients
-from hf_helix.operators.parameters.param_shard import Placement
 from hf_helix.operators.units.unit import Unit
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Part
+from hf_helix.planning.parameters import Cut
 
 
-def unit_of(placements: dict[nn.Parameter, Placement]) -> Unit:
+def unit_of(placements: dict[nn.Parameter, Cut]) -> Unit:
     """Parameters without operators."""
     nothing = GraphPair.of(Graph("unit", (), (), ()))
     return Unit(label="unit", graphs=nothing, operators={}, placements=placements)
@@ -85,3 +85,16 @@ def run_units(
     for each in reversed(running):
         back = [*each.backward(dict(zip(each.unit.graphs.forward.outputs, back, strict=True))).values()]
     return values, back
+
+
+class StandInGroup:
+    """A process group of `size` ranks, of which this is the first, without processes."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return 0

@@ -96,7 +96,7 @@ def train_windows(cuda: FakeCuda, **options: Any) -> Runner:
     """
     with one_rank(cuda, **options) as (runner, window):
         with plain_parameters():
-            parameters = [parameter for parameter in runner.rank_units.placements if parameter.requires_grad]
+            parameters = [parameter for parameter in runner.rank_units.own_rows if parameter.requires_grad]
             optimizer = torch.optim.AdamW(parameters, foreach=True)
             step_shards(optimizer, runner.rank_units, runner.executor.streams)
         with cuda.watch():

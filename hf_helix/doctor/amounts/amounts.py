@@ -29,15 +29,15 @@ from hf_helix.doctor.amounts.records import (
 from hf_helix.operators.base import TransferFn
 from hf_helix.operators.communication.transport import Axis, ReplicaAxes, TransportByName, bytes_moved
 from hf_helix.operators.parameters.host_shard import HostLink
-from hf_helix.operators.parameters.param_shard import EXPERTS, VOCABULARY
+from hf_helix.operators.units.rows import by_completion
 from hf_helix.operators.zero.zero1 import Zero1FlatParameter, apply_zero1
 from hf_helix.planning.graph.backward import FIRST, NEXT
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.parameters import EXPERTS, VOCABULARY
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES, HOST
 from hf_helix.planning.window.layout import named_operators
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
-from hf_helix.runtime.gradients.buckets import by_completion
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.rank_units import RankUnits
 from hf_helix.runtime.runner import Runner
@@ -262,10 +262,10 @@ def _counted(runner: Runner, batch: MicroBatch, streams: SimulatedStreams) -> tu
     rank_units = runner.rank_units
     with runner.precision.in_window():
         # The first window makes gradients and copies of weights; further windows reuse them.
-        first = Meter([*rank_units.placements, *rank_units.stepped], counts=False)
+        first = Meter([*rank_units.own_rows, *rank_units.stepped], counts=False)
         _run(runner, batch, streams, first)
         streams.sent.clear()
-        held = [tensor for p in rank_units.placements for tensor in (p, p.grad) if tensor is not None]
+        held = [tensor for p in rank_units.own_rows for tensor in (p, p.grad) if tensor is not None]
         held += [value for value in (*rank_units.stepped, *side.values()) if isinstance(value, Tensor)]
         second = Meter(held, first)
         watch = _run(runner, batch, streams, second)
@@ -307,11 +307,11 @@ def _weights(runner: Runner) -> dict[str, Weights]:
 def _gradients(runner: Runner, flats: Mapping[nn.Parameter, str]) -> dict[str, list[Gradient]]:
     model = runner.rank_units.all_units
     gradients: dict[str, list[Gradient]] = {unit.name: [] for unit in model.values()}
-    for made in by_completion(model):
-        adders = tuple((model[index].name, name) for index, name in made.adders)
-        last = model[min(index for index, _ in made.adders)].name
-        is_experts = made.placement.mesh_axis == EXPERTS
-        gradients[last].append(Gradient(adders, made.parameter.numel(), is_experts, flats.get(made.parameter, "")))
+    for parameter, row in by_completion(runner.rank_units.rows, model).items():
+        adders = tuple((model[index].name, name) for index, name in row.adders)
+        last = model[min(index for index, _ in row.adders)].name
+        is_experts = row.cut.mesh_axis == EXPERTS
+        gradients[last].append(Gradient(adders, parameter.numel(), is_experts, flats.get(parameter, "")))
     return gradients
 
 

@@ -28,18 +28,18 @@ from hf_helix.models.graph.context import LossTweaks, ParallelContext
 from hf_helix.models.registry import family_of
 from hf_helix.models.stock.peft import base_of
 from hf_helix.operators.communication.collectives import MakeBuffers
-from hf_helix.operators.parameters.param_shard import COPIED
 from hf_helix.operators.units.unit import Unit
 from hf_helix.operators.vocabulary.pipeline import slice_buffers, spread_units
 from hf_helix.operators.zero.zero1 import apply_zero1
 from hf_helix.operators.zero.zero3 import apply_zero3
 from hf_helix.planning.choice.scheduler import Scheduler, scheduler_of
-from hf_helix.planning.parameters import Bucket
+from hf_helix.planning.parameters import COPIED
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.rules.registry import baseline_plan
 from hf_helix.planning.schedule.placement import layer_ranks
 from hf_helix.planning.timing.recompute import NONE
 from hf_helix.planning.timing.sizes import FULL_GRADIENTS
+from hf_helix.planning.traffic import Bucket
 from hf_helix.planning.window.layout import Layout, with_traffic
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.failures.heartbeat import watched
@@ -258,12 +258,13 @@ class _Cut:
             self.slice_buffers,
             self.family.embedding_cost(self.base, self.config.image_share),
             self.family.first_least,
+            {parameter: name for name, parameter in self.model.named_parameters()},
         )
 
     def traffic(self, rank_units: RankUnits) -> Layout:
         """The layout with the traffic of its parameters: reductions, gathers, copies to the host and back."""
-        layout, units = rank_units.layout, rank_units.all_units
-        buckets, weights = planned_buckets(layout, units, self.mesh), flat_weights(units, self.mesh)
+        layout, place = rank_units.layout, self.mesh.place
+        buckets, weights = planned_buckets(rank_units, place), flat_weights(rank_units, place)
         often = _reduces_often(layout, buckets, self.config, self.mesh)
         return with_traffic(layout, buckets, weights, self.host_link is not None, often)
 

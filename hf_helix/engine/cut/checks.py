@@ -208,7 +208,7 @@ def check_trained(model: Any, rank_units: RankUnits, was_trained: bool) -> None:
             "no weight of the model is trained; load adapters with PeftModel.from_pretrained(model, folder, "
             "is_trainable=True), or call requires_grad_(True) on weights before HelixTrainer is made"
         )
-    stray = [name for name, parameter in model.named_parameters() if parameter not in rank_units.all_placements]
+    stray = [name for name, parameter in model.named_parameters() if parameter not in rank_units.rows]
     if stray:
         raise ValueError(f"{stray[0]} was added after the model was cut; add adapters before HelixTrainer is made")
     frozen = {

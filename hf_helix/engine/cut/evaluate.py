@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hf_helix.models.registry import family_of
 from hf_helix.models.stock.batch_inputs import LOSS_ALONE, SequenceCut
 from hf_helix.operators.communication.collectives import prepare_all_gather
-from hf_helix.operators.parameters.param_shard import cut_bounds
+from hf_helix.planning.parameters import cut_bounds
 from hf_helix.runtime.cuda_graphs import WindowGraphs
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
@@ -79,8 +79,8 @@ def split_rows(batch: Mapping[str, Any], runner: Runner) -> list[Mapping[str, An
 def full_logits(logits: Tensor, runner: Runner, head: nn.Parameter, cut: SequenceCut) -> Tensor:
     """Returns the logits of all ranks [batch, sequence, vocabulary], with the padding of the sequence cut, from the
     logits of this rank [tokens, batch, slice of the vocabulary]. Collective."""
-    placement, cp = runner.rank_units.all_units[runner.rank_units.slice].placements[head], runner.mesh.cp
-    tp, length = runner.mesh.axis_of(placement), placement.length
+    placed, cp = runner.rank_units.rows[head].cut, runner.mesh.cp
+    tp, length = runner.mesh.axis_of(placed), placed.length
     if tp.size > 1:
         lengths = [last - first for first, last in (cut_bounds(length, tp.size, r) for r in range(tp.size))]
         padded = nn.functional.pad(logits, (0, max(lengths) - logits.shape[-1]))

@@ -348,7 +348,7 @@ class _Copy:
     def _float8_error(self, runner: Runner) -> str:
         """The error of fp8 against bf16, in a window with bf16 autocast and weights of a usual size. Collective."""
         with torch.no_grad():
-            for parameter in runner.rank_units.placements:
+            for parameter in runner.rank_units.own_rows:
                 parameter.mul_(USUAL_GAIN if parameter.dim() > 1 else 1)
         about = runner.rank_units, runner.plan, self.mesh, runner.executor.streams, runner.scheduler, runner.seed
         in_bf16 = self._outcome(ROWS, Runner(*about, torch.bfloat16, self.config.fused_kernels))
@@ -407,16 +407,15 @@ class _Copy:
 
     def _full_gradients(self, runner: Runner) -> dict[str, Tensor]:
         """The gradients by name, in fp64 on the host; empty on ranks that do not compare. Collective."""
-        placements, owners = runner.rank_units.all_placements, runner.rank_units.owners
         gradients = {}
         for name in self.names:
             parameter = self.model.get_parameter(name)
             mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            placement = placements[parameter]
-            full = full_parameter(mine, placement, self.mesh, owners[parameter])
+            row = runner.rank_units.rows[parameter]
+            full = full_parameter(mine, row, self.mesh)
             if full is not None:
                 gradients[name] = full.double()
-            if self.mesh.axis_of(placement).rank > 0:  # experts, joined on the first rank of their axis
+            if self.mesh.axis_of(row.cut).rank > 0:  # experts, joined on the first rank of their axis
                 self.joined_elsewhere.add(name)
         return gradients
 

@@ -228,8 +228,8 @@ class CheckpointHooks(SavingHooks):
         optimizer, folder = unwrapped(self.optimizer), Path(checkpoint)
         self._resumed.check_optimizer(folder, self._describe(optimizer))
         with with_remedy(folder):
-            with self.helix.weights.stepped(optimizer) as local:
-                load_states(optimizer, local, folder / OPTIMIZER)
+            with self.helix.weights.stepped(optimizer) as parts:
+                load_states(optimizer, parts, folder / OPTIMIZER)
             self._load_schedule(folder)
         with patch.object(Trainer, "_load_optimizer_and_scheduler", lambda *_: None):  # of stock files
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]  # further state of a class

@@ -108,7 +108,7 @@ class _WholeHead:
 
 def _whole(value: Any) -> Any:
     division = getattr(value, "_division", None)
-    return value if division is None or not division.is_above else division.full(value)
+    return value if division is None or not division.part.row.is_above else division.full(value)
 
 
 class _FusedHead:
@@ -128,7 +128,7 @@ class _FusedHead:
             options: temperature, rows of a tile, bound of the logits, their scale, and names of the wanted figures.
         """
         division = getattr(weight, "_division", None)
-        if division is None or not division.is_above:
+        if division is None or not division.part.row.is_above:
             return tuple(self._stock.apply(hidden, weight, bias, targets, *options))
         wanted = ("log_probs", *(name for name in _FIGURES if name in options[4]))
         with torch._C.DisableTorchFunctionSubclass():
@@ -141,11 +141,11 @@ class _FusedHead:
         return results
 
     def _run(self, division: Any, tensors: Any, options: tuple[Any, ...]) -> tuple[Any, ...]:
-        if not division.is_cut:
+        if not division.part.is_cut:
             return tuple(self._stock.apply(*tensors, *options))
         temperature, rows, softcap, scale, wanted = options
         head, (hidden, weight, bias, targets) = HeadOptions(temperature, softcap, scale, tuple(wanted), rows), tensors
-        return vocab_log_probs(hidden, weight, bias, targets, division.mesh.tp, division.placement.length, head)
+        return vocab_log_probs(hidden, weight, bias, targets, division.mesh.tp, division.part.row.cut.length, head)
 
 
 def _unpacked(values: Tensor, wanted: tuple[str, ...]) -> tuple[Any, ...]:

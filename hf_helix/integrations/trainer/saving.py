@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import TrainerState
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import rotate_checkpoints
@@ -46,7 +46,6 @@ from hf_helix.runtime.divided import full_of, plain_parameters
 from hf_helix.runtime.failures import activity
 from hf_helix.runtime.failures.exchange import StoreExchange
 from hf_helix.runtime.failures.heartbeat import RankFailure, watched
-from hf_helix.runtime.local_parameters import LocalParameter, local_parameters
 from hf_helix.runtime.notices import say
 
 LAST_WAIT = 30.0
@@ -118,14 +117,11 @@ class SavingHooks(PreemptionHooks):
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
             "data-parallel ranks": 1 if getattr(options, "split_batches", False) else mesh.dp_size,
         }
-        parameters = describe_parameters(self._local_parameters(), mesh, optimizer)
+        parameters = describe_parameters(self.helix.weights.parts(), mesh, optimizer)
         name = type(optimizer).__name__ if optimizer is not None else None
         kind = type(self.helix.model).__name__
         group = args.train_batch_size * self._stated_steps if args.train_sampling_strategy == "group_by_length" else 0
         return Manifest(kind, parameters, dict(mesh.sizes), per_step, name, epoch=self._epoch or {}, group=group)
-
-    def _local_parameters(self) -> dict[nn.Parameter, LocalParameter]:
-        return local_parameters(self.helix.model, self.helix.runner.rank_units, self.helix.mesh)
 
     def _check_output_dir(self) -> None:
         """Refuses an `output_dir` without room for checkpoints. Collective."""
@@ -235,7 +231,7 @@ class SavingHooks(PreemptionHooks):
     @plain_parameters()
     def _bytes_held(self) -> int:
         """Returns the largest number of bytes that this rank may have to copy for a save."""
-        held = [parameter.detach() for parameter in self._local_parameters()]
+        held = [parameter.detach() for parameter in self.helix.weights.parts()]
         optimizer = None if self.args.save_only_model else unwrapped(self.optimizer)
         for entry in optimizer.state.values() if optimizer is not None else ():
             held += [value for value in named_states(entry).values() if isinstance(value, Tensor)]
@@ -347,11 +343,11 @@ class SavingHooks(PreemptionHooks):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Writes the optimizer's states, each rank its part, and on rank 0 the scheduler's. Collective."""
         optimizer, target = unwrapped(self.optimizer), Path(output_dir, OPTIMIZER)
-        with self.helix.weights.stepped(optimizer) as local:
+        with self.helix.weights.stepped(optimizer) as parts:
             if self._writes is not None and self._is_staged(output_dir):
-                self._writes.append(begin_saving_states(optimizer, local, target, self._copies))
+                self._writes.append(begin_saving_states(optimizer, parts, target, self._copies))
             else:
-                save_states(optimizer, local, target)
+                save_states(optimizer, parts, target)
         if self.args.should_save:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Please also save or load the state of the optimizer")

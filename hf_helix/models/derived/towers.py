@@ -28,7 +28,7 @@ from hf_helix.models.graph.builder import Builder
 from hf_helix.models.stock.batch_inputs import SequenceCut
 from hf_helix.models.trace.calls import Enough, LayerCalls, stock_forward
 from hf_helix.models.trace.opaque_calls import OPS, CallKind, OpaqueCalls
-from hf_helix.operators.parameters.param_shard import COPIED
+from hf_helix.planning.parameters import COPIED
 
 logger = logging.getLogger(__name__)
 

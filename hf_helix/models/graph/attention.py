@@ -21,7 +21,7 @@ from transformers.models.gpt2.modeling_gpt2 import eager_attention_forward as gp
 from transformers.models.gpt_neox.modeling_gpt_neox import eager_attention_forward as gpt_neox_eager
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from hf_helix.models.graph.builder import Builder, Cut, Used
+from hf_helix.models.graph.builder import Builder, Used, UsedCut
 from hf_helix.models.graph.context import ATTENTION, RING, TRANSFER
 from hf_helix.models.stock.alike import same_code
 from hf_helix.models.stock.four_bit import value_dtype
@@ -37,7 +37,7 @@ from hf_helix.operators.attention.ring_attention import (
 )
 from hf_helix.operators.attention.sinks import attend
 from hf_helix.operators.communication.collectives import AllGather
-from hf_helix.operators.parameters.param_shard import CUT_DIM_0
+from hf_helix.planning.parameters import CUT_DIM_0
 
 SlidingWindow = int | None
 """The number of tokens that a token attends to, itself included; None for all before it."""
@@ -260,7 +260,7 @@ def declare_attention(
     *values: str,
     side: Sequence[str] = ROPE,
     uses: Sequence[Used] = (),
-    cut: Sequence[Cut] = (),
+    cut: Sequence[UsedCut] = (),
     name: str = "attention",
 ) -> str:
     """Adds the attention of a layer, over a full or a shared sequence.

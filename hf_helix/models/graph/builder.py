@@ -24,17 +24,17 @@ from hf_helix.operators.experts.moe import RouterMeter
 from hf_helix.operators.explicit import Explicit, RmsNorm
 from hf_helix.operators.linears.four_bit import FourBit
 from hf_helix.operators.linears.linear import Linear, Projection
-from hf_helix.operators.parameters.param_shard import COPIED, COPIED_SUMMED, CUT_DIM_0, CUT_DIM_1, Placement, cut_bounds
 from hf_helix.operators.units.unit import Unit
 from hf_helix.operators.vocabulary.head import Deferred, HeadInTiles
 from hf_helix.operators.vocabulary.lookup import lookup, noisy
 from hf_helix.operators.vocabulary.loss import TokenStatistics, cross_entropy
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
+from hf_helix.planning.parameters import COPIED, COPIED_SUMMED, CUT_DIM_0, CUT_DIM_1, Cut, cut_bounds
 
 Used = nn.Module | nn.Parameter
 """What a function reads: a submodule with all of its parameters, or one parameter."""
 
-Cut = Used | tuple[nn.Parameter, Placement]
+UsedCut = Used | tuple[nn.Parameter, Cut]
 """What a function reads a part of: cut along dimension 0, or a parameter with its cut."""
 
 
@@ -80,7 +80,7 @@ class Builder:
         self.shown: list[str] = []
         self._declared: list[Operator] = []
         self._tensor_operators: dict[str, TensorOperator] = {}
-        self._placements: dict[nn.Parameter, Placement] = {}
+        self._placements: dict[nn.Parameter, Cut] = {}
         self._inputs: list[str] = []
         self._plain_inputs: list[str] = []
         self._above: set[nn.Parameter] = set()
@@ -191,7 +191,7 @@ class Builder:
         self._tensor_operators[name] = tensor_operator
         return operator.writes
 
-    def record_cut(self, parameters: Iterable[Tensor | None], placement: Placement) -> None:
+    def record_cut(self, parameters: Iterable[Tensor | None], placement: Cut) -> None:
         """Records the placement of parameters.
 
         Raises:
@@ -254,7 +254,7 @@ class Builder:
         *inputs: str,
         side: Sequence[str] = (),
         uses: Sequence[Used] = (),
-        cut: Sequence[Cut] = (),
+        cut: Sequence[UsedCut] = (),
         on_shard: bool = False,
         draws: Callable[[], bool] | None = None,
         non_differentiable: Sequence[str] = (),
@@ -347,7 +347,7 @@ class Builder:
             linears: the linears by output: the value of `key` is `name.key`.
             value: the common input.
             blocks: the full lengths of parts of the output features to be cut separately, such as queries, keys and
-                values in one linear; equal for all linears, see `Placement`.
+                values in one linear; equal for all linears, see `Cut`.
 
         Returns:
             One value for each linear [tokens, batch, output features of this rank].
@@ -494,7 +494,7 @@ class Builder:
         return self.declare(name, tensor_operator, (value,), **fields)[0]
 
     def _linears(
-        self, name: str, linears: Mapping[str, Projection], value: str, rows: Placement, columns: Placement
+        self, name: str, linears: Mapping[str, Projection], value: str, rows: Cut, columns: Cut
     ) -> tuple[str, ...]:
         """Adds linears with one common input and one output each: weights [features out, features in] with the
         placement `rows`, transposed weights with `columns`."""
@@ -507,9 +507,7 @@ class Builder:
             name, _linear(plain_linears), (value,), outputs, splits_dgrad_wgrad=True, relative_cost=cost
         )
 
-    def _place_linear(
-        self, linear: Unwrapped, matrix: Placement, bias: Placement, *, down: Placement, up: Placement
-    ) -> None:
+    def _place_linear(self, linear: Unwrapped, matrix: Cut, bias: Cut, *, down: Cut, up: Cut) -> None:
         """Records the cut of a linear and of its adapters."""
         weights = [copy.weight for copy in linear.copies]
         if linear.four_bit is not None:
@@ -522,7 +520,7 @@ class Builder:
             self.record_cut([adapter.up], up)
             self.record_cut([adapter.bias], bias)
 
-    def _check_blocks(self, weight: FourBit, matrix: Placement) -> None:
+    def _check_blocks(self, weight: FourBit, matrix: Cut) -> None:
         """Refuses a cut of a weight in 4 bits through its blocks."""
         blocks = weight.absmax.shape[1]
         if matrix.dim == 1 and blocks % self.tp.size:
@@ -535,7 +533,7 @@ class Builder:
             )
 
     def _parameters(
-        self, function: object, uses: Sequence[Used], cut: Sequence[Cut], on_shard: bool
+        self, function: object, uses: Sequence[Used], cut: Sequence[UsedCut], on_shard: bool
     ) -> list[nn.Parameter]:
         """Returns the parameters differentiated by a function under autograd: full copies, and cut parameters."""
         if isinstance(function, nn.Module):

@@ -35,7 +35,7 @@ from hf_helix.operators.experts.moe import (
     Unpermute,
     UnpermuteFromCapacity,
 )
-from hf_helix.operators.parameters.param_shard import CUT_EXPERTS
+from hf_helix.planning.parameters import CUT_EXPERTS
 
 GATED, PLAIN, DOWN, NORM = "gate_up_proj", "up_proj", "down_proj", "post_expert_norm"
 

@@ -22,7 +22,7 @@ from hf_helix.models.stock.peft import unwrapped
 from hf_helix.models.trace.opaque_calls import CallKind, OpaqueCall
 from hf_helix.models.trace.trace import BATCH, SEQUENCE, TOKEN_POSITIONS, Underivable, args_of
 from hf_helix.operators.experts.moe import COUNTED, RouterMeter
-from hf_helix.operators.parameters.param_shard import Placement
+from hf_helix.planning.parameters import Cut
 
 
 class ValueNames:
@@ -106,7 +106,7 @@ class ValueNames:
         `cut`."""
         decided = self.plan.placements.decisions.cut.items()
         cut = {
-            self.trace.attributes[node]: Placement(dim=dim, blocks=blocks if len(blocks) > 1 else ())
+            self.trace.attributes[node]: Cut(dim=dim, blocks=blocks if len(blocks) > 1 else ())
             for node, (dim, blocks) in decided
             if node in self.trace.attributes
         }

@@ -24,8 +24,8 @@ from hf_helix.models.stock.peft import AdaptedOwner, adapters_of_parameters
 from hf_helix.models.stock.stock_modules import normed, rotate
 from hf_helix.models.trace.opaque_calls import DTYPE, CallKind
 from hf_helix.models.trace.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of, reached
-from hf_helix.operators.parameters.param_shard import Placement, cut_bounds
 from hf_helix.operators.torch_functions import is_tagged_elementwise
+from hf_helix.planning.parameters import Cut, cut_bounds
 
 META = torch.device("meta")
 LEAST = torch.finfo(DTYPE).min
@@ -179,7 +179,7 @@ class SegmentWriter:
             first, last = cut_bounds(blocks[0] // BATCH, self.share.size, self.share.rank)
             part = self.graph.call_function(torch.ops.aten.slice.Tensor, (rows, dim + 1, first, last))
             return self.graph.call_function(torch.ops.aten.flatten.using_ints, (part, dim, dim + 1))
-        bounds = Placement(dim=dim, blocks=blocks).bounds(self.share.size, self.share.rank)
+        bounds = Cut(dim=dim, blocks=blocks).bounds(self.share.size, self.share.rank)
         slices = [self.graph.call_function(torch.ops.aten.slice.Tensor, (self.made[node], dim, *b)) for b in bounds]
         return self.graph.call_function(torch.ops.aten.cat.default, (slices, dim))
 

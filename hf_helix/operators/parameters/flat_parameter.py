@@ -7,7 +7,7 @@ Must hold: every rank has the same layout of the buffer. The parts are views of 
 nothing. Nobody reads a resharded parameter: a placeholder of its shape and type, full of NaN (of packed weights, 0).
 The type of a buffer changes no bit of a result.
 
-The buffer, with three parameters over two ranks (`.` is padding between starts, see `ALIGNMENT`):
+The buffer, with three parameters over two ranks (`.` is padding between starts, see `FlatLayout`):
 
     aaaaaaaaaaaaa...bbbbbbbb|bbbbb...ccccc...........
     rank 0                   rank 1
@@ -20,7 +20,6 @@ from the buffer (`hf_helix.operators.matmul_dtype.CastWeights`).
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import torch
@@ -29,28 +28,7 @@ from torch import Tensor, nn
 from hf_helix.operators.base import TransferFn
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.parameters.host_shard import HostLink, HostShard
-from hf_helix.operators.parameters.param_shard import Placement
-
-ALIGNMENT, BLOCK, BLOCKED = 32, 256, 4096
-"""A parameter begins at a multiple of `ALIGNMENT` elements: 64 bytes in half precision. From `BLOCKED` elements on, it
-begins and is divided at multiples of `BLOCK`, the elements with a common scale in optimizer states of 8 bits."""
-
-
-@dataclass(frozen=True)
-class Extent:
-    """The position of a parameter in a flat buffer: its first element, and the shape of this rank's slice of it."""
-
-    start: int
-    shape: tuple[int, ...]
-
-    @property
-    def end(self) -> int:
-        """The first element after it."""
-        return self.start + prod(self.shape)
-
-    def view(self, buffer: Tensor) -> Tensor:
-        """Returns the parameter in a full buffer."""
-        return buffer[self.start : self.end].view(self.shape)
+from hf_helix.planning.parameters import Cut, Extent, FlatLayout
 
 
 @dataclass(eq=False)
@@ -83,7 +61,7 @@ class FlatParameter:
     """
 
     name: str
-    placements: Mapping[nn.Parameter, Placement]
+    placements: Mapping[nn.Parameter, Cut]
     gather_axis: Axis
     reduce_axis: Axis
     cast_to: torch.dtype | None = None
@@ -94,7 +72,8 @@ class FlatParameter:
     unsharded: Tensor | None = field(init=False, default=None, repr=False)
     host: HostShard | None = field(init=False, default=None, repr=False)
     device: torch.device = field(init=False, repr=False)
-    _extents: dict[nn.Parameter, Extent] = field(init=False, default_factory=dict, repr=False)
+    _layout: FlatLayout | None = field(init=False, default=None, repr=False)
+    _numbers: dict[nn.Parameter, int] = field(init=False, default_factory=dict, repr=False)
     _placeholders: dict[nn.Parameter, Tensor] = field(init=False, default_factory=dict, repr=False)
 
     @property
@@ -105,7 +84,7 @@ class FlatParameter:
     @property
     def is_sharded(self) -> bool:
         """Whether `shard_in_place` has been called."""
-        return bool(self._extents)
+        return self._layout is not None
 
     @property
     def length(self) -> int:
@@ -117,16 +96,13 @@ class FlatParameter:
     def shard_in_place(self, device: torch.device) -> None:
         """Copies this rank's shard of the parameters to a device, and makes the parameters placeholders there."""
         shapes = [tuple(parameter.shape) for parameter in self.placements]
-        end, largest = 0, max(map(_alignment, shapes))
-        for parameter, shape in zip(self.placements, shapes, strict=True):
-            extent = self._extents[parameter] = Extent(_aligned(end, _alignment(shape)), shape)
-            end = extent.end
-        owned = _aligned(-(-_aligned(end, ALIGNMENT) // self.gather_axis.size), largest)
+        self._layout = FlatLayout.of(shapes, self.gather_axis.size)
+        self._numbers = {parameter: number for number, parameter in enumerate(self.placements)}
         dtype, self.device = next(iter(self.placements)).dtype, device
-        self.shard = self._make_shard(owned, dtype, device)
+        self.shard = self._make_shard(self._layout.shard, dtype, device)
         nothing = torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
-        for parameter, extent in self._extents.items():
-            self._placeholders[parameter] = nothing.expand(extent.shape)
+        for parameter in self.placements:
+            self._placeholders[parameter] = nothing.expand(self._extent(parameter).shape)
             first, last = self.owned_range(parameter)
             part = self._part(self.shard, parameter)
             part.copy_(parameter.detach().reshape(-1)[first:last])
@@ -146,31 +122,31 @@ class FlatParameter:
         """Allocates the device's copy of a shard on the host."""
         return torch.empty(owned, dtype=dtype, device=self.device)
 
-    @property
-    def _begin(self) -> int:
-        """The first element of this rank's shard in the buffer."""
-        return self.gather_axis.rank * self.shard.numel()
+    def _extent(self, parameter: nn.Parameter) -> Extent:
+        """The position of a parameter in the full buffer."""
+        assert self._layout is not None
+        return self._layout.extents[self._numbers[parameter]]
 
     def owned_range(self, parameter: nn.Parameter) -> tuple[int, int]:
         """Returns the first and the last element, exclusive, of this rank's part of the flattened parameter; two equal
         numbers for none."""
-        extent = self._extents[parameter]
-        first, last = (
-            min(max(bound, extent.start), extent.end) - extent.start
-            for bound in (self._begin, self._begin + self.shard.numel())
-        )
-        return first, last
+        assert self._layout is not None
+        return self._layout.elements(self._numbers[parameter], self.gather_axis.rank)
 
     def owned_part(self, value: Any, parameter: nn.Parameter) -> Any:
         """Returns a copy of this rank's elements of a tensor of the parameter's shape; any other value unchanged."""
-        if not isinstance(value, Tensor) or value.shape != self._extents[parameter].shape:
+        if not isinstance(value, Tensor) or value.shape != self._extent(parameter).shape:
             return value
         first, last = self.owned_range(parameter)
         return value.reshape(-1)[first:last].clone()
 
     def views(self, buffer: Tensor) -> dict[nn.Parameter, Tensor]:
         """Returns the parameters in a full buffer [length] of any type."""
-        return {parameter: extent.view(buffer) for parameter, extent in self._extents.items()}
+        return {parameter: self._view(buffer, parameter) for parameter in self.placements}
+
+    def _view(self, buffer: Tensor, parameter: nn.Parameter) -> Tensor:
+        extent = self._extent(parameter)
+        return buffer[extent.start : extent.end].view(extent.shape)
 
     # -- the full buffer -------------------------------------------------------------------------------------------
 
@@ -231,8 +207,8 @@ class FlatParameter:
         if self.unsharded is buffer:
             return
         if buffer.dtype is self.shard.dtype:
-            for parameter, extent in self._extents.items():
-                parameter.data = extent.view(buffer)
+            for parameter, view in self.views(buffer).items():
+                parameter.data = view
         self.unsharded = buffer
 
     def cast(self, parameter: nn.Parameter) -> Tensor | None:
@@ -244,7 +220,7 @@ class FlatParameter:
         if buffer is None or buffer.dtype is not self.cast_to:
             return None
         # Detached: the view must not have the buffer as its base, since the buffer may have to keep the view.
-        return self._extents[parameter].view(buffer.detach())
+        return self._view(buffer.detach(), parameter)
 
     def reshard(self, buffer: Tensor | None = None) -> None:
         """Makes the parameters placeholders, without memory; with a buffer, only if this is the unsharded one."""
@@ -265,15 +241,5 @@ class FlatParameter:
 
     def _part(self, shard: Tensor, parameter: nn.Parameter) -> Tensor:
         first, last = self.owned_range(parameter)
-        start = max(self._extents[parameter].start - self._begin, 0)
+        start = max(self._extent(parameter).start - self.gather_axis.rank * self.shard.numel(), 0)
         return shard[start : start + last - first]
-
-
-def _alignment(shape: tuple[int, ...]) -> int:
-    """The elements of which a parameter's start is a multiple."""
-    return BLOCK if prod(shape) >= BLOCKED else ALIGNMENT
-
-
-def _aligned(count: int, alignment: int) -> int:
-    """The next multiple of an alignment."""
-    return -(-count // alignment) * alignment

@@ -19,9 +19,9 @@ from hf_helix.operators.autograd_operator import Add, SumOfGradients
 from hf_helix.operators.base import Communication, TensorOperator
 from hf_helix.operators.experts.moe import RouterMeter
 from hf_helix.operators.parameters.flat_parameter import FlatParameter
-from hf_helix.operators.parameters.param_shard import Placement
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Operator
+from hf_helix.planning.parameters import Cut
 from hf_helix.planning.schedule.placement import FRONT, REAR, half_name
 from hf_helix.planning.timing.recompute import NONE, recomputed, with_copies_down
 
@@ -49,7 +49,7 @@ class Unit:
     label: str
     graphs: GraphPair
     operators: Mapping[str, TensorOperator]
-    placements: Mapping[torch.nn.Parameter, Placement]
+    placements: Mapping[torch.nn.Parameter, Cut]
     meters: Sequence[RouterMeter] = ()
     modules_run_as_is: Sequence[torch.nn.Module] = ()
     logits: str | None = None

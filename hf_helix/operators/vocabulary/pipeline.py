@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from hf_helix.operators.autograd_operator import Add, AutogradOperator
 from hf_helix.operators.base import Communication, Method, TensorOperator
 from hf_helix.operators.communication.collectives import AllGatherReplicated, MakeBuffers
-from hf_helix.operators.parameters.param_shard import VOCABULARY
 from hf_helix.operators.units.unit import Unit
 from hf_helix.operators.vocabulary.loss import TokenStatistics
 from hf_helix.planning.graph.backward import slice_names
 from hf_helix.planning.graph.operator import Kind, Operator, Part
+from hf_helix.planning.parameters import VOCABULARY
 
 PARTIAL, GIVEN, PASSED, JOINED = "partial", "given", "passed", "joined"
 LIGHT = 0.5

@@ -18,7 +18,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from hf_helix.operators.communication.transport import Axis
-from hf_helix.operators.parameters.param_shard import cut_bounds
 from hf_helix.operators.vocabulary.statistics import (
     LOSS,
     gradient,
@@ -32,6 +31,7 @@ from hf_helix.operators.vocabulary.statistics import (
     type_of_sums,
     whole_tile,
 )
+from hf_helix.planning.parameters import cut_bounds
 
 Change = Callable[[Tensor], Tensor]
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from hf_helix.operators.communication.transport import ReplicaAxes
 from hf_helix.operators.parameters.flat_parameter import FlatParameter
 from hf_helix.operators.parameters.host_shard import HostLink
-from hf_helix.operators.parameters.param_shard import EXPERTS, Placement
 from hf_helix.operators.units.unit import Unit
+from hf_helix.planning.parameters import EXPERTS, Cut
 
-ShardAxes = Callable[[Placement], ReplicaAxes | None]
+ShardAxes = Callable[[Cut], ReplicaAxes | None]
 """From the placement of a parameter to the axes over its replicas, which shard it; None if replicated."""
 
 AnyFlatParameter = TypeVar("AnyFlatParameter", bound=FlatParameter)
@@ -47,7 +47,7 @@ def make_flat_parameters(
         frozen: whether flat parameters also hold frozen parameters.
     """
     users: dict[nn.Parameter, list[int]] = {}
-    placements: dict[nn.Parameter, Placement] = {}
+    placements: dict[nn.Parameter, Cut] = {}
     for index, unit in enumerate(units):
         for parameter, placement in unit.placements.items():
             users.setdefault(parameter, []).append(index)
@@ -81,7 +81,7 @@ def make_flat_parameters(
     return by_unit
 
 
-def _name_of(parameter: nn.Parameter, placement: Placement, shared: bool, is_cast: bool) -> str:
+def _name_of(parameter: nn.Parameter, placement: Cut, shared: bool, is_cast: bool) -> str:
     """Returns the name of a parameter's flat parameter, also the name of the gathered value."""
     traits = {
         "shared": shared,

@@ -21,11 +21,11 @@ from hf_helix.operators.base import Communication, Method, OperatorContext, Tens
 from hf_helix.operators.communication.transport import ReplicaAxes
 from hf_helix.operators.parameters.flat_parameter import FlatParameter
 from hf_helix.operators.parameters.host_shard import HostLink
-from hf_helix.operators.parameters.param_shard import Placement
 from hf_helix.operators.units.unit import Unit
 from hf_helix.operators.zero.grouping import ShardAxes, make_flat_parameters
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
+from hf_helix.planning.parameters import Cut
 
 COST = 8.0  # of gathering a unit in the types of its parameters, in norms: a rough value until measured
 LEAST_COST = 0.1
@@ -77,7 +77,7 @@ def apply_zero3(
     """
     streamed = host_link is not None and host_link.streams_weights
 
-    def axes(placement: Placement) -> ReplicaAxes | None:
+    def axes(placement: Cut) -> ReplicaAxes | None:
         found = shard_axes(placement)
         return found if found is not None and (streamed or found.gather.size > 1) else None
 

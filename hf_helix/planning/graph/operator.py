@@ -128,7 +128,7 @@ class Operator:
 
     @property
     def is_traffic(self) -> bool:
-        """Whether it moves gradients or weights, and no values of a micro-batch, see `planning.parameters`."""
+        """Whether it moves gradients or weights, and no values of a micro-batch, see `planning.traffic`."""
         return not self.reads and not self.writes
 
     @property

@@ -13,10 +13,10 @@ from typing import Any
 
 from hf_helix.planning.collection import without_collection
 from hf_helix.planning.graph.operator import Kind, Operator, Part
-from hf_helix.planning.parameters import Traffic
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.repetition import order_window
 from hf_helix.planning.schedule.actions import Schedule, Slot
+from hf_helix.planning.traffic import Traffic
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Key, Layout
 from hf_helix.planning.window.window import Window

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.parameters import GRADIENTS
 from hf_helix.planning.timing.operator_clock import Slowdown
+from hf_helix.planning.traffic import GRADIENTS
 from hf_helix.planning.window.layout import (
     Layout,
     Name,

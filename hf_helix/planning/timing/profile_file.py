@@ -15,9 +15,9 @@ from typing import Any, get_type_hints
 
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
-from hf_helix.planning.parameters import Bucket, FlatWeights
 from hf_helix.planning.text import first_difference, format_json, round_ms
 from hf_helix.planning.timing.profile import OperatorMemory, Pair, Profile, join_name
+from hf_helix.planning.traffic import Bucket, FlatWeights
 from hf_helix.planning.window.layout import Layout, Name, with_traffic
 
 FORMAT = "hf_helix.profile/1"

@@ -8,7 +8,8 @@ from functools import cached_property
 
 from hf_helix.planning.graph.backward import OF_SLICES, RECEIVE, SEND, GraphPair, transfer_graphs
 from hf_helix.planning.graph.operator import Graph, Operator
-from hf_helix.planning.parameters import GRADIENTS, WEIGHTS, Adder, Bucket, FlatWeights, Traffic, traffic_of
+from hf_helix.planning.parameters import Adder
+from hf_helix.planning.traffic import GRADIENTS, WEIGHTS, Bucket, FlatWeights, Traffic, traffic_of
 
 Key = tuple[int, str]
 """A value of a micro-batch: the unit that names the value, and the name. A value that leaves a unit keeps its key."""
@@ -29,7 +30,7 @@ class Layout:
         ranks: the pipeline rank of each virtual stage; empty for a single rank.
         shared: backward operators, as (unit, name), that add to one gradient, for example the gradient of tied
             embeddings; each row in the order of a micro-batch's backward.
-        traffic: gradient reductions of all pipeline ranks, then weight gathers, see `planning.parameters`. Reductions
+        traffic: gradient reductions of all pipeline ranks, then weight gathers, see `planning.traffic`. Reductions
             of a rank are in the order in which a micro-batch would complete the gradients, gathers of a rank in the
             order in which a micro-batch first reads the weights.
     """
@@ -262,7 +263,7 @@ def with_traffic(
 
     Args:
         layout: without traffic.
-        buckets, weights, on_host, often: see `hf_helix.planning.parameters.traffic_of`.
+        buckets, weights, on_host, often: see `hf_helix.planning.traffic.traffic_of`.
     """
     costs = [sum(layout.graph(unit, False)[name].relative_cost for unit, name in each.adders) for each in buckets]
     return replace(layout, traffic=traffic_of(buckets, weights, len(layout.units), costs, on_host, often))

@@ -23,8 +23,8 @@ from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 from hf_helix.planning.graph.operator import Kind, Operator, Part
-from hf_helix.planning.parameters import Traffic
 from hf_helix.planning.schedule.actions import Schedule, num_microbatches_of
+from hf_helix.planning.traffic import Traffic
 from hf_helix.planning.window.instructions import (
     PARTS_OF,
     Instruction,

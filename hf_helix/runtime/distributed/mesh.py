@@ -30,10 +30,9 @@ from hf_helix.operators.communication.transport import (
     SilentTransport,
     Transport,
 )
-from hf_helix.operators.parameters.flat_parameter import FlatParameter
 from hf_helix.operators.parameters.host_shard import HostLink
-from hf_helix.operators.parameters.param_shard import EXPERTS, VOCABULARY, Placement
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.parameters import EXPERTS, TP, VOCABULARY, Cut, Place, Ranks, Sharers
 from hf_helix.runtime.distributed import groups
 from hf_helix.runtime.distributed.pipe import Pipe, make_pipe
 from hf_helix.runtime.distributed.random_state import share_random
@@ -211,28 +210,45 @@ class Mesh:
     def _shard_axes(self) -> tuple[ReplicaAxes | None, ReplicaAxes | None]:
         return self.replica_axes, self.expert_replica_axes
 
-    def axis_of(self, placement: Placement) -> Axis:
+    @functools.cached_property
+    def place(self) -> Place:
+        """This rank's place, as parameters know it."""
+        sharers = {
+            TP: _sharers(self.tp, self.replica_group, self.replica_axes),
+            VOCABULARY: _sharers(self.vocabulary, self.replica_group, self.replica_axes),
+            EXPERTS: _sharers(self.experts, self.expert_replica_group, self.expert_replica_axes),
+        }
+        return Place(sharers, self.pipe.rank, num_sequence_parts=self.cp.size, num_batches=self.dp_size)
+
+    def axis_of(self, cut: Cut) -> Axis:
         """Returns the ranks that a parameter is cut over."""
-        return {EXPERTS: self.experts, VOCABULARY: self.vocabulary}.get(placement.mesh_axis, self.tp)
+        return {EXPERTS: self.experts, VOCABULARY: self.vocabulary}.get(cut.mesh_axis, self.tp)
 
-    def replica_group_of(self, placement: Placement) -> dist.ProcessGroup | None:
+    def replica_group_of(self, cut: Cut) -> dist.ProcessGroup | None:
         """Returns the replicas of a parameter: ranks with the same part of it and other tokens."""
-        return self.expert_replica_group if placement.mesh_axis == EXPERTS else self.replica_group
+        return self.expert_replica_group if cut.mesh_axis == EXPERTS else self.replica_group
 
-    def shard_axes(self, placement: Placement) -> ReplicaAxes | None:
+    def shard_axes(self, cut: Cut) -> ReplicaAxes | None:
         """Returns the axes that shard a parameter (ZeRO); axes of a single rank if the parameter is only offloaded;
         None if it is neither sharded nor offloaded."""
-        return self.expert_replica_axes if placement.mesh_axis == EXPERTS else self.replica_axes
+        return self.expert_replica_axes if cut.mesh_axis == EXPERTS else self.replica_axes
 
-    def holds_first_replica(self, placement: Placement, flat: FlatParameter | None = None) -> bool:
-        """Returns whether this rank is the first with its elements of a parameter: sums over all ranks count every
-        element once. `flat` is the flat parameter; None if the parameter is in none."""
-        if placement.dim is None and self.axis_of(placement).rank > 0:
-            return False
-        if flat is not None:
-            return flat.copies is None or flat.copies.rank == 0
-        group = self.replica_group_of(placement)
-        return group is None or dist.get_rank(group) == 0
+
+def _sharers(cut: Axis, group: dist.ProcessGroup | None, axes: ReplicaAxes | None) -> Sharers:
+    """Returns the ranks that share parameters.
+
+    Args:
+        cut: the axis that cuts the parameters.
+        group: their replicas; None for a single one.
+        axes: see `Mesh.shard_axes`.
+    """
+    replicas = Ranks() if group is None else Ranks(group.size(), group.rank())
+    shards, copies = (None, None) if axes is None else (axes.gather, axes.copies)
+    return Sharers(_ranks(cut), replicas, _ranks(shards), _ranks(copies))
+
+
+def _ranks(axis: Axis | None) -> Ranks:
+    return Ranks() if axis is None else Ranks(axis.size, axis.rank)
 
 
 def world_size() -> int:

@@ -24,10 +24,11 @@ from hf_helix.operators.communication.collectives import prepare_reduce_scatter
 from hf_helix.operators.communication.emulated_link import EmulatedLink, all_reduce
 from hf_helix.operators.parameters.flat_parameter import FlatParameter
 from hf_helix.operators.parameters.host_shard import OnHost, host_memory, on_host
-from hf_helix.operators.parameters.param_shard import Placement
 from hf_helix.operators.side_by_side import contiguous_view
+from hf_helix.operators.units.rows import parameter_rows
 from hf_helix.operators.units.unit import Unit
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.parameters import Parameter, Part
 from hf_helix.planning.window.passes import MAX_COPIES
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
 from hf_helix.runtime.gradients.buckets import BoundBucket, bound_buckets
@@ -257,8 +258,8 @@ class GradientReducer:
     def _reduce_bucket(self, number: int) -> None:
         bucket = self._pending.pop(number)
         if bucket.flat is None:
-            self._note_all(bucket.placements)
-            self._reduce(bucket.placements)
+            self._note_all(bucket.rows)
+            self._reduce(bucket.rows)
         else:
             self._reduce_to_shards(number, bucket.flat, is_last=True)
 
@@ -281,17 +282,15 @@ class GradientReducer:
                 self._streams.wait(event)
         self._events = []
 
-    def _reduce(self, placements: Mapping[nn.Parameter, Placement]) -> None:
+    def _reduce(self, rows: Mapping[nn.Parameter, Parameter]) -> None:
         tp = self._mesh.tp
         summed: list[Event] = []
-        averaged = [
-            self._averaged(placements, over) for over in sorted({each.mesh_axis for each in placements.values()})
-        ]
+        averaged = [self._averaged(rows, over) for over in sorted({row.cut.mesh_axis for row in rows.values()})]
         for parameters, group in averaged:
             if group is not None:
                 _move_to_one_buffer(parameters)
         if tp.group is not None:
-            parts = [parameter for parameter, placement in placements.items() if placement.sums_gradient]
+            parts = [parameter for parameter, row in rows.items() if row.cut.sums_gradient]
             self._events += (summed := self._issue(tp.kind, parts, tp.group, 1, (), "gradients.sum"))
         for parameters, group in averaged:
             divisor = self._mesh.dp_size
@@ -305,7 +304,7 @@ class GradientReducer:
         works, summed = list[TransferFn](), list[Event]()
         taken = gradients.take()
         if taken is not None:
-            parts = [parameter for parameter, placement in flat.placements.items() if placement.sums_gradient]
+            parts = [parameter for parameter, cut in flat.placements.items() if cut.sums_gradient]
             summed = self._issue(tp.kind, parts, tp.group, 1, (), "gradients.sum") if tp.group is not None else []
             works.append(gradients.reduce_scatter(taken))
         complete = None
@@ -330,11 +329,11 @@ class GradientReducer:
                 self._note(parameter)
 
     def _averaged(
-        self, placements: Mapping[nn.Parameter, Placement], axis: str
+        self, rows: Mapping[nn.Parameter, Parameter], axis: str
     ) -> tuple[list[nn.Parameter], dist.ProcessGroup | None]:
         """Returns the parameters that are cut over an axis, and the group of their replicas."""
-        members = {parameter: placement for parameter, placement in placements.items() if placement.mesh_axis == axis}
-        return list(members), self._mesh.replica_group_of(next(iter(members.values())))
+        members = [parameter for parameter, row in rows.items() if row.cut.mesh_axis == axis]
+        return members, self._mesh.replica_group_of(rows[members[0]].cut)
 
     def _issue(
         self,
@@ -362,7 +361,7 @@ class GradientReducer:
 
 def reduce_all_gradients(units: Mapping[int, Unit], mesh: Mesh, streams: Streams) -> None:
     """Reduces all gradients now, without overlap."""
-    GradientReducer(bound_buckets(units, mesh), mesh, streams).finish()
+    GradientReducer(bound_buckets(parameter_rows(units), units, mesh.place), mesh, streams).finish()
 
 
 def _by_type(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[Any]]:
@@ -432,18 +431,19 @@ def _parts(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [part.view(gradient.shape) for gradient, part in zip(gradients, buffer.split(lengths), strict=True)]
 
 
-def gradient_norm(
-    placements: Mapping[nn.Parameter, Placement], mesh: Mesh, flats: Sequence[FlatParameter] = ()
-) -> Tensor:
-    """Returns the 2-norm of the gradient of the whole model, as `clip_grad_norm_` would return it. Collective."""
-    flat_of = {parameter: flat for flat in flats for parameter in flat.placements}
-    counted = [
-        parameter if parameter not in flat_of else flat_of[parameter].shards[parameter]
-        for parameter, placement in placements.items()
-        if mesh.holds_first_replica(placement, flat_of.get(parameter))
+def gradient_norm(parts: Mapping[nn.Parameter, Part], device: torch.device) -> Tensor:
+    """Returns the 2-norm of the gradient of the whole model, as `clip_grad_norm_` would return it. Collective.
+
+    Args:
+        parts: of this rank, by the parameters that an optimizer steps.
+        device: of messages.
+    """
+    norms = [
+        _norm_or_itself(parameter.grad)
+        for parameter, part in parts.items()
+        if part.counts and parameter.grad is not None
     ]
-    norms = [_norm_or_itself(parameter.grad) for parameter in counted if parameter.grad is not None]
-    total = torch.nn.utils.get_total_norm(norms).to(mesh.device, torch.float32).square()
+    total = torch.nn.utils.get_total_norm(norms).to(device, torch.float32).square()
     if world_size() > 1:
         dist.all_reduce(total)
     return total.sqrt()

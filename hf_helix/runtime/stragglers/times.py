@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from hf_helix.operators.communication.collectives import PipelineTransfer
 from hf_helix.operators.communication.transport import Axis
-from hf_helix.operators.parameters.param_shard import Placement
 from hf_helix.operators.units.unit import Unit
 from hf_helix.operators.zero.zero3 import GatherWeights
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.parameters import Cut
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.stragglers.verdict import Timed, Transfer, Transfers
 from hf_helix.runtime.streams.trace import Span
@@ -126,14 +126,14 @@ def _place(label: str) -> str:
 
 def _sizes(unit: Unit, mesh: Mesh) -> str:
     """Returns a mark of this rank's slices of a unit's parameters, whose sizes may differ between ranks."""
-    slices = [_slice(placement, mesh.axis_of(placement)) for placement in unit.placements.values()]
+    slices = [_slice(cut, mesh.axis_of(cut)) for cut in unit.placements.values()]
     return f"{SIZES}{zlib.crc32(str(slices).encode()) & 0xFFFF:04x}]"
 
 
-def _slice(placement: Placement, axis: Axis) -> tuple[int, int] | None:
-    if placement.dim is None:
+def _slice(cut: Cut, axis: Axis) -> tuple[int, int] | None:
+    if cut.dim is None:
         return None
-    return placement.dim, sum(end - begin for begin, end in placement.bounds(axis.size, axis.rank))
+    return cut.dim, sum(end - begin for begin, end in cut.bounds(axis.size, axis.rank))
 
 
 def operators_of(spans: Iterable[Span], names: Names) -> dict[str, Timed]:

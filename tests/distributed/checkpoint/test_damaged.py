@@ -6,7 +6,6 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +17,7 @@ from support.resume_jobs import make, run
 from hf_helix.checkpoint.plain_files import DamagedFile, fits, read_metadata, read_torch
 from hf_helix.checkpoint.training_state import load_states, save_states
 from hf_helix.checkpoint.whole import check_whole, with_remedy
-from hf_helix.operators.parameters.param_shard import Placement
-from hf_helix.runtime.local_parameters import LocalParameter
+from hf_helix.planning.parameters import Parameter, Part
 
 JOB = "support.resume_jobs:"
 GREEDY = {"plan": "greedy"}
@@ -156,10 +154,10 @@ def with_option(folder: Path, value: Any) -> None:
     """Saves states of which an option of a parameter group is the value."""
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([{"params": [weight], "mine": value}])
-    about = LocalParameter("weight", Placement(None, None), SimpleNamespace(rank=0, size=1))  # type: ignore[arg-type]
-    save_states(optimizer, {weight: about}, folder)
+    part = Part(Parameter("weight", (2,)))
+    save_states(optimizer, {weight: part}, folder)
     del optimizer.param_groups[0]["mine"]
-    load_states(optimizer, {weight: about}, folder)
+    load_states(optimizer, {weight: part}, folder)
 
 
 def in_metadata(folder: Path, value: Any) -> None:

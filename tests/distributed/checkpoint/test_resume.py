@@ -7,9 +7,8 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -29,8 +28,8 @@ from hf_helix.checkpoint import claims, files, manifest
 from hf_helix.checkpoint.manifest import describe_parameters
 from hf_helix.checkpoint.training_state import load_states, save_states
 from hf_helix.integrations.trainer.checkpoints import RUNNING
-from hf_helix.operators.parameters.param_shard import Placement
-from hf_helix.runtime.local_parameters import FlatShard, LocalParameter, local_parameters
+from hf_helix.operators.parameters.parts import cut_tensor, views_of
+from hf_helix.planning.parameters import TP, Cut, Parameter, Part, Place, Ranks, Sharers
 
 # -- what the ranks run ------------------------------------------------------------------------------------------------
 
@@ -39,7 +38,7 @@ def described(folder: str, helix: dict[str, Any], **options: Any) -> dict[str, A
     """What a checkpoint would say of the parameters."""
     trainer = make(folder, helix, **options)
     helix = trainer.helix
-    result = describe_parameters(local_parameters(helix.model, helix.runner.rank_units, helix.mesh), helix.mesh)
+    result = describe_parameters(helix.weights.parts(), helix.mesh)
     trainer.helix.close()
     return result
 
@@ -380,30 +379,39 @@ def test_four_ranks_change_their_layout(case: str, cluster_of: Any, tmp_path: Pa
 def test_pieces_of_stretches_fill_the_whole_once(dim: int | None, blocks: tuple[int, ...], over: int) -> None:
     """A slice that is spread over ranks: each has some elements in a row, perhaps none."""
     whole = torch.arange(6 * 5 * 4).view(6, 5, 4)
-    placement = Placement(dim=dim, length=0 if dim is None else whole.shape[dim], blocks=blocks)
+    cut = Cut(dim=dim, length=0 if dim is None else whole.shape[dim], blocks=blocks)
     filled = torch.zeros_like(whole)
     for rank in range(2):
-        local = placement.cut(whole, 2, rank)
-        elements = local.reshape(-1)
+        elements = cut_tensor(whole, cut, 2, rank).reshape(-1)
         stretch = -(-len(elements) // over)
         for start in range(0, over * stretch, stretch):
-            axis: Any = SimpleNamespace(rank=start // stretch, size=over)
-            about = FlatShard(tuple(local.shape), start, axis, dim is not None or rank == 0)
-            held = replace(held_by(rank, 2, placement), shard=about)
             mine = elements[start : start + stretch]
-            assert held.full_shape(mine) == whole.shape
-            pieces = held.pieces(mine)
+            held = held_by(rank, 2, cut, tuple(whole.shape))
+            first = min(start, len(elements))
+            part = Stretch(held.row, held.place, (first, first + len(mine)))
+            pieces = views_of(part, mine)
             assert sum(piece.numel() for piece in pieces.values()) == len(mine)
             for offset, piece in pieces.items():
                 place = tuple(slice(first, first + length) for first, length in zip(offset, piece.shape, strict=True))
                 assert torch.equal(piece, whole[place])
                 assert piece.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr(), "a view"
-                filled[place] += held.is_first_replica
+                filled[place] += part.counts
     assert (filled == 1).all()
 
 
-def held_by(rank: int, size: int, placement: Placement) -> LocalParameter:
-    return LocalParameter("weight", placement, SimpleNamespace(rank=rank, size=size))  # type: ignore[arg-type]
+@dataclass(frozen=True)
+class Stretch(Part):
+    """Some elements in a row of a slice."""
+
+    stretch: tuple[int, int] = (0, 0)
+
+    @property
+    def elements(self) -> tuple[int, int]:
+        return self.stretch
+
+
+def held_by(rank: int, size: int, cut: Cut, shape: tuple[int, ...]) -> Part:
+    return Part(Parameter("weight", shape, cut=cut), Place({TP: Sharers(Ranks(size, rank))}))
 
 
 def with_row_sums(rows: int) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
@@ -416,16 +424,16 @@ def with_row_sums(rows: int) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]
 
 def test_states_that_cannot_be_cut(tmp_path: Path) -> None:
     weight, optimizer = with_row_sums(4)
-    placement = Placement(dim=0, length=4)
-    save_states(optimizer, {weight: held_by(0, 1, placement)}, tmp_path)
+    cut = Cut(dim=0, length=4)
+    save_states(optimizer, {weight: held_by(0, 1, cut, (4, 2))}, tmp_path)
     sums = optimizer.state[weight]["sums"].clone()
     optimizer.state[weight]["sums"] = torch.zeros(1)
-    load_states(optimizer, {weight: held_by(0, 1, placement)}, tmp_path)
+    load_states(optimizer, {weight: held_by(0, 1, cut, (4, 2))}, tmp_path)
     assert torch.equal(optimizer.state[weight]["sums"], sums)  # its own type, too
     half, other = with_row_sums(2)
     words = r"state 'sums' of weight has the shape \[4\].*\[4, 2\].*another tp_size.*shard_optimizer.*shard_parameters"
     with pytest.raises(ValueError, match=words):
-        load_states(other, {half: held_by(0, 2, placement)}, tmp_path)
+        load_states(other, {half: held_by(0, 2, cut, (4, 2))}, tmp_path)
     assert other.state[half]["sums"].shape == (2,)
 
 

@@ -36,11 +36,10 @@ from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.checkpoint.direct import DirectFile
 from hf_helix.checkpoint.files import FileLayout, staged, write_box
 from hf_helix.measure.memory import LiveBytes
-from hf_helix.operators.communication.transport import Axis, SilentTransport
-from hf_helix.operators.parameters.param_shard import Placement
+from hf_helix.operators.parameters.parts import cut_tensor, views_of
 from hf_helix.operators.zero.zero1 import zero1_flat_parameters
+from hf_helix.planning.parameters import TP, Cut, Parameter, Part, Place, Ranks, Sharers
 from hf_helix.runtime.divided import plain_parameters
-from hf_helix.runtime.local_parameters import LocalParameter
 
 # What the ranks run
 
@@ -330,9 +329,9 @@ def test_slices_make_the_file(dim: int | None, blocks: tuple[int, ...], tmp_path
             for name, tensor in tensors.items():
                 length = 0 if dim is None else tensor.shape[dim]
                 parts = tuple(share * length // sum(blocks) for share in blocks)
-                placement = Placement(dim, length, blocks=parts)
-                about = LocalParameter(name, placement, Axis(SilentTransport(3, rank)))
-                for offset, box in about.pieces(placement.cut(tensor, 3, rank)).items():
+                row = Parameter(name, tuple(tensor.shape), cut=Cut(dim, length, blocks=parts))
+                part = Part(row, Place({TP: Sharers(Ranks(3, rank))}))
+                for offset, box in views_of(part, cut_tensor(tensor, row.cut, 3, rank)).items():
                     write_box(file, layout.starts[name], tensor.shape, offset, box)
     save_file(tensors | alone, tmp_path / "theirs", metadata={"format": "pt"})
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()

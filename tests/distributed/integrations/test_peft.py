@@ -50,9 +50,9 @@ def parts(folder: str, model: dict[str, Any]) -> dict[str, Any]:
             for unit in rank_units.units.values()
         },
         "names": {unit.label: unit.name for unit in rank_units.units.values()},
-        "gradients": sum(p.grad.nbytes for p in rank_units.placements if p.grad is not None),
-        "trained": sum(p.nbytes for p in rank_units.placements if p.requires_grad),
-        "held": sum(p.nbytes for p in rank_units.placements),
+        "gradients": sum(p.grad.nbytes for p in rank_units.own_rows if p.grad is not None),
+        "trained": sum(p.nbytes for p in rank_units.own_rows if p.requires_grad),
+        "held": sum(p.nbytes for p in rank_units.own_rows),
     }
 
 

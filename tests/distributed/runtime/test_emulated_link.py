@@ -38,7 +38,7 @@ def windows(folder: str, helix: dict[str, Any], link: str) -> dict[str, Any]:
         start = time.perf_counter()
         losses = runner.train_window(window)
         seconds = time.perf_counter() - start
-        gradients = [parameter.grad.clone() for parameter in runner.rank_units.placements if parameter.grad is not None]
+        gradients = [parameter.grad.clone() for parameter in runner.rank_units.own_rows if parameter.grad is not None]
         forget_gradients(runner)
         result[str(name)] = {"losses": torch.stack(losses), "gradients": gradients, "seconds": seconds}
         if mesh.link is not None:
@@ -52,7 +52,7 @@ def windows(folder: str, helix: dict[str, Any], link: str) -> dict[str, Any]:
                 "sums": 2 * with_sums - mesh.link.out.bytes,
                 "recorded": sum(recorder.bytes_sent for recorder in recorders),
                 "tokens": sum(batch.num_tokens for batch in window),
-                "parameters": sum(parameter.nbytes for parameter in runner.rank_units.placements),
+                "parameters": sum(parameter.nbytes for parameter in runner.rank_units.own_rows),
                 "hidden": trainer.model.config.hidden_size,
             }
         trainer.helix.close()

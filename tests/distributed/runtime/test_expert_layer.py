@@ -22,7 +22,8 @@ from torch import Tensor
 from hf_helix.config import HelixConfig
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.operators.experts.moe import SHARD_TOKENS
-from hf_helix.operators.parameters.param_shard import EXPERTS
+from hf_helix.operators.parameters.parts import cut_tensor
+from hf_helix.planning.parameters import EXPERTS
 from hf_helix.runtime.distributed.mesh import mesh_of
 
 FORMS = {
@@ -46,9 +47,9 @@ def spread(family: str, axis: str, capacity: float | None) -> dict[str, Any]:
     sharing = ParallelContext(mesh.tp, mesh.cp, mesh.experts, capacity_factor=capacity)
     module, given = experts_of(family, FORMS[family]), tokens_on(axis, mesh.experts.rank)
     unit = unit_of_experts(module, sharing)
-    for parameter, placement in unit.placements.items():
-        if placement.mesh_axis == EXPERTS:
-            parameter.data = placement.cut(parameter.data, 2, mesh.experts.rank)
+    for parameter, cut in unit.placements.items():
+        if cut.mesh_axis == EXPERTS:
+            parameter.data = cut_tensor(parameter.data, cut, 2, mesh.experts.rank)
     side = side_of(given, mesh.tp.size) | {SHARD_TOKENS: ROWS[axis][0] * BATCH}
     inputs = {name: given[name] for name in ("x", "weights")}
     outputs, gradients = run_unit(unit, inputs, side, {"experts.out": given["gradient"]})

@@ -87,7 +87,7 @@ def test_gradients_of_parameters_go_as_well(monkeypatch: pytest.MonkeyPatch) -> 
             ) as (runner, window),
         ):
             patched.setattr(FlatParameterGradients, "take", counted)
-            model += runner.rank_units.placements
+            model += runner.rank_units.own_rows
             with plain_parameters():
                 runner.train_window(window)
         most[when] = max(counts)

@@ -14,7 +14,6 @@ from support.pipeline_trainer_jobs import buckets_of, model_of, train, with_buck
 from torch import Tensor
 
 from hf_helix.runtime.divided import plain_parameters
-from hf_helix.runtime.gradients import reduce as gradients
 from hf_helix.runtime.runner import Runner
 
 # -- what the ranks run ------------------------------------------------------------------------------------------------
@@ -59,17 +58,17 @@ def reductions(folder: str, helix: dict[str, Any], model: dict[str, Any], count:
     runner, streams = trainer.helix.runner, trainer.helix.runner.executor.streams
     window = pipeline_jobs.window_of(trainer, count, 2, LENGTHS)
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}
-    placements = runner.rank_units.placements
+    rows = runner.rank_units.own_rows
 
     def run(runner: Runner, complete: bool) -> dict[str, Any]:
         trainer.model.zero_grad()
         runner.train_window(window, complete=complete)
-        return {names[p]: p.grad.numpy().copy() for p in placements if p.grad is not None}
+        return {names[p]: p.grad.numpy().copy() for p in rows if p.grad is not None}
 
     result: dict[str, Any] = {"seen": run(runner, complete=False)}
     result["complete"] = {size: run(with_buckets(runner, size), complete=True) for size in SIZES}
-    result["sums"] = {names[p]: placement.sums_gradient for p, placement in placements.items()}
-    result["norm"] = gradients.gradient_norm(placements, trainer.helix.mesh).item()
+    result["sums"] = {names[p]: row.cut.sums_gradient for p, row in rows.items()}
+    result["norm"] = trainer.helix.gradient_norm().item()
     streams.close()
     return result
 

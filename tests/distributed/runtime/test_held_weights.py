@@ -44,7 +44,7 @@ def held_back(folder: str, frozen: Sequence[str] = ()) -> dict[str, Any]:
     assert isinstance(plan, PriorityPlan)
 
     def gradients() -> dict[str, Any]:
-        result = {names[p]: p.grad.numpy().copy() for p in first.rank_units.placements if p.grad is not None}
+        result = {names[p]: p.grad.numpy().copy() for p in first.rank_units.own_rows if p.grad is not None}
         trainer.model.zero_grad()
         return result
 

@@ -17,7 +17,8 @@ from hf_helix.checkpoint.cut_parameters import full_parameter
 from hf_helix.config import HelixConfig
 from hf_helix.operators.communication.collectives import LaneChannel
 from hf_helix.operators.communication.transport import GlooTransport
-from hf_helix.operators.parameters.param_shard import Placement
+from hf_helix.operators.parameters.parts import cut_tensor
+from hf_helix.planning.parameters import Cut, Parameter
 from hf_helix.runtime.distributed import groups, mesh
 
 # What the ranks run
@@ -81,9 +82,9 @@ def whole_over_host(cases: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> lis
         for shape, blocks in cases:
             noted.clear()
             whole = torch.arange(float(torch.Size(shape).numel())).view(shape).bfloat16()
-            placement = Placement(0, shape[0], blocks=blocks)
-            joined = full_parameter(placement.cut(whole, 2, tp.tp.rank), placement, tp)
-            moved = full_parameter(whole if pipe.pipe.rank == 1 else None, Placement(), pipe, owner=1)
+            row = Parameter("weight", shape, cut=Cut(0, shape[0], blocks=blocks))
+            joined = full_parameter(cut_tensor(whole, row.cut, 2, tp.tp.rank), row, tp)
+            moved = full_parameter(whole if pipe.pipe.rank == 1 else None, Parameter("weight", shape, owner=1), pipe)
             same = [None if value is None else bool(torch.equal(value, whole)) for value in (joined, moved)]
             found.append((same, [(group is groups.control_group(), device) for _, group, device in noted]))
     return found

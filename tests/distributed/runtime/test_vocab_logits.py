@@ -17,11 +17,11 @@ from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
 from hf_helix.integrations.trainer.references import cut_fused_head
 from hf_helix.operators.communication.transport import Axis, GlooTransport
-from hf_helix.operators.parameters.param_shard import Placement, cut_bounds
 from hf_helix.operators.vocabulary import logits as vocab_logits
 from hf_helix.operators.vocabulary.log_probs import HeadOptions, vocab_log_probs
 from hf_helix.operators.vocabulary.logits import VocabLogits, divided_logits, summed_gradient
 from hf_helix.operators.vocabulary.slices import sliced_linear
+from hf_helix.planning.parameters import TP, Cut, Parameter, Part, Place, Ranks, Sharers, cut_bounds
 from hf_helix.runtime.division import Division
 
 VOCABULARY, HIDDEN, ROWS, LENGTH = 131, 16, 2, 7
@@ -222,8 +222,10 @@ def _hooked(dtype: torch.dtype, axis: Axis, pipe: Any) -> list[tuple[Tensor, Ten
     """The same through TRL's name of its fused head, for a head over tensor-parallel ranks or on one pipeline rank."""
     values, rank = _values(dtype), dist.get_rank()
     pipe.rank, owner = (0, 0) if pipe.group is None else (rank, 1)
-    mesh: Any = SimpleNamespace(tp=axis, cp=Axis.single(), pipe=pipe, axis_of=lambda placement: axis)
-    division = Division(mesh, Placement(0, VOCABULARY), owner, values.weight.shape, is_above=True)
+    mesh: Any = SimpleNamespace(tp=axis, cp=Axis.single(), pipe=pipe, axis_of=lambda cut: axis)
+    shape, ranks = tuple(values.weight.shape), Ranks(axis.size, axis.rank)
+    row = Parameter("head", shape, cut=Cut(0, shape[0]), owner=owner, is_above=True)
+    division = Division(Part(row, Place({TP: Sharers(ranks)}, pipe.rank)), mesh)
     first, end = cut_bounds(VOCABULARY, axis.size, axis.rank)
     rows = slice(first, end if division.is_here else first)
     hidden, weight, bias = (nn.Parameter(each) for each in (values.hidden[0], values.weight[rows], values.bias[rows]))

@@ -78,7 +78,7 @@ def windows(
             runner = runner_of(trainer, plan, "folded_1f1b")
         losses = [loss.item() for loss in runner.train_window(window_of(trainer, 3, 2, LENGTHS))]
         differing, errors, bits = [], [0.0], {}
-        for parameter in rank_units.placements:
+        for parameter in rank_units.own_rows:
             name, other = names[parameter], gradients[names[parameter]]
             stepped = flats[parameter].shards[parameter] if parameter in flats else parameter
             assert (stepped.grad is None) == (other is None), name
@@ -120,7 +120,7 @@ def held(
     trainer.model.train()
     rank_units, optimizer = trainer.helix.runner.rank_units, trainer.create_optimizer()
     kept = [
-        *rank_units.placements,
+        *rank_units.own_rows,
         *rank_units.stepped,
         *(flat.buffer for flat in zero1_flat_parameters(rank_units.flat_parameters)),
     ]

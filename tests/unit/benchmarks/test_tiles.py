@@ -29,10 +29,10 @@ from support.graphs import (
 from benchmarks.paper.tiles import sites, tile_graph, tile_layout, tile_pair, tile_profile
 from hf_helix.planning.graph.backward import SEND, GraphPair, derive_backward
 from hf_helix.planning.graph.operator import Graph, Kind, Part
-from hf_helix.planning.parameters import FlatWeights
 from hf_helix.planning.plan.block_plan import BlockPlan, validate_order
 from hf_helix.planning.timing.profile import Pair
 from hf_helix.planning.timing.recompute import FULL, SELECTIVE, recomputed
+from hf_helix.planning.traffic import FlatWeights
 from hf_helix.planning.window.layout import named_traffic, with_traffic
 
 TILES = [2, 3, 4]

@@ -12,7 +12,7 @@ from hf_helix.doctor.amounts.records import Amounts
 from hf_helix.doctor.estimate import estimate_profile
 from hf_helix.doctor.step import layout_of
 from hf_helix.doctor.traffic import layout_with_traffic, timed_traffic
-from hf_helix.planning import parameters
+from hf_helix.planning import traffic
 from hf_helix.planning.graph.operator import Kind
 
 CLUSTER = cluster_with(
@@ -45,7 +45,7 @@ def test_sums_are_those_of_training(
     bucket_bytes: int, options: dict[str, Any], tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same gradients in the same sums, completed by the same operators, in the same order."""
-    monkeypatch.setattr(parameters, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(traffic, "BUCKET_BYTES", bucket_bytes)
     model, amounts = three_layers(repr((options, tp)))
     case = case_of(tp=tp, dp=2)
     result = layout_with_traffic(layout_of(amounts, case), amounts, case).traffic

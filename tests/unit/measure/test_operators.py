@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.models import tiny
+from support.units import StandInGroup
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.synthetic import Workload
@@ -88,7 +89,7 @@ class SlowHost(CudaStreams):
         self.free["compute"] = max(self.free.get("compute", 0.0), self.host) + cycles / CYCLES
 
 
-COPIES = object()
+COPIES = StandInGroup(2)
 """Stands for the group of two ranks that hold copies of the weights."""
 
 

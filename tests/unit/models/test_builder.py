@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import LossTweaks, ParallelContext
-from hf_helix.operators.parameters.param_shard import COPIED, COPIED_SUMMED, Placement
+from hf_helix.planning.parameters import COPIED, COPIED_SUMMED, Cut
 
 
 class Block(nn.Module):
@@ -31,7 +31,7 @@ def builder_of_layer() -> Builder:
     return b
 
 
-def placements_of(b: Builder, model: nn.Module, *outputs: str) -> dict[str, Placement]:
+def placements_of(b: Builder, model: nn.Module, *outputs: str) -> dict[str, Cut]:
     placements = b.build(*outputs).placements
     return {name: placements[parameter] for name, parameter in model.named_parameters()}
 
@@ -45,7 +45,7 @@ def test_blocks_cut_the_bias_and_the_adapters_as_the_weight() -> None:
     model = with_lora(nn.Linear(6, 10))
     b = builder_of_layer()
     b.column_parallel("up", {"fused": model.base_model.model.linear}, "x", blocks=[4, 3, 3])
-    blocks = Placement(0, 10, blocks=(4, 3, 3))
+    blocks = Cut(0, 10, blocks=(4, 3, 3))
     prefix = "base_model.model.linear."
     assert placements_of(b, model, "up.fused") == {
         f"{prefix}base_layer.weight": blocks,
@@ -60,7 +60,7 @@ def test_blocks_of_a_transposed_weight_are_columns() -> None:
     model, b = Block(Conv1D(10, 6)), builder_of_layer()
     b.column_parallel("up", {"fused": model.linear}, "x", blocks=(4, 6))
     result = placements_of(b, model, "up.fused")
-    assert result == {"linear.weight": Placement(1, 10, blocks=(4, 6)), "linear.bias": Placement(0, 10, blocks=(4, 6))}
+    assert result == {"linear.weight": Cut(1, 10, blocks=(4, 6)), "linear.bias": Cut(0, 10, blocks=(4, 6))}
 
 
 def test_blocks_are_as_long_as_the_linear() -> None:
@@ -84,12 +84,12 @@ def test_parameters_of_segments_are_copied_or_cut() -> None:
     unit = b.build(
         *b.autograd_outputs("c", lambda x: (x,), ("c.x",), "b", uses=(others,), cut=(sinks, others.bias), on_shard=True)
     )
-    rows = Placement(0, 8)
+    rows = Cut(0, 8)
     assert unit.placements == {
         others.weight: COPIED_SUMMED,
-        others.bias: Placement(0, 3),
+        others.bias: Cut(0, 3),
         gain: COPIED_SUMMED,
-        sinks: Placement(0, 4),
+        sinks: Cut(0, 4),
         norm.weight: rows,
         norm.bias: rows,
     }
@@ -130,7 +130,7 @@ def test_an_embedding_of_a_subclass_is_a_lookup_where_the_caller_says_so() -> No
         builder().lookup("lookup", table)
     b = builder()
     b.lookup("lookup", table, plain=True)
-    assert b.build("lookup").placements == {table.weight: Placement(0, 7)}
+    assert b.build("lookup").placements == {table.weight: Cut(0, 7)}
 
 
 @pytest.mark.parametrize("changes", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])

@@ -32,7 +32,7 @@ from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.graph.experts import ExpertForm, declare_experts, experts_form, is_experts
 from hf_helix.operators.base import Precision
 from hf_helix.operators.experts import grouped_linear
-from hf_helix.operators.parameters.param_shard import CUT_EXPERTS, EXPERTS
+from hf_helix.planning.parameters import CUT_EXPERTS, EXPERTS
 
 GATED = ExpertForm("gate_up_proj", "down_proj")
 BIASED = ExpertForm("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias", is_transposed=True)

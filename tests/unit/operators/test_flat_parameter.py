@@ -12,11 +12,11 @@ from hf_helix.operators.communication.transport import Axis, Recorder, ReplicaAx
 from hf_helix.operators.linears.linear import Linear
 from hf_helix.operators.matmul_dtype import CastWeights
 from hf_helix.operators.parameters.flat_parameter import FlatParameter
-from hf_helix.operators.parameters.param_shard import COPIED
 from hf_helix.operators.zero.grouping import make_flat_parameters
 from hf_helix.operators.zero.zero1 import Zero1FlatParameter
 from hf_helix.operators.zero.zero3 import casts_of, with_unsharded
 from hf_helix.planning.graph.operator import Part
+from hf_helix.planning.parameters import COPIED
 
 RANKS = 2
 BF16 = torch.bfloat16

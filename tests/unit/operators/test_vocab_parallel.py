@@ -14,10 +14,10 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_helix.operators.base import OperatorContext, explicit_gradients
-from hf_helix.operators.parameters.param_shard import cut_bounds
 from hf_helix.operators.vocabulary.lookup import embedding
 from hf_helix.operators.vocabulary.loss import IGNORED, TokenStatistics, cross_entropy
 from hf_helix.operators.vocabulary.statistics import CHUNK
+from hf_helix.planning.parameters import cut_bounds
 
 SIZES = [1, 2, 3, 5]
 VOCABULARY, SEQUENCE, BATCH = 23, 11, 3  # 23 divides by no size but 1

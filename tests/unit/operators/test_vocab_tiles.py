@@ -13,11 +13,11 @@ from transformers.trainer_pt_utils import LabelSmoother
 from hf_helix.operators.autograd_operator import AutogradOperator
 from hf_helix.operators.base import OperatorContext, explicit_gradients
 from hf_helix.operators.linears.linear import Linear
-from hf_helix.operators.parameters.param_shard import cut_bounds
 from hf_helix.operators.vocabulary import head as vocab_tiles
 from hf_helix.operators.vocabulary.head import Deferred, HeadInTiles
 from hf_helix.operators.vocabulary.loss import IGNORED, TokenStatistics, cross_entropy
 from hf_helix.planning.graph.operator import Part
+from hf_helix.planning.parameters import cut_bounds
 
 SEQUENCE, BATCH, HIDDEN, WORDS = 11, 3, 8, 301
 LOGITS = SEQUENCE * BATCH * WORDS

@@ -6,12 +6,12 @@ import pytest
 from support.arrays import arrays_of
 from support.windows import MS, bar, profile, window
 
-from hf_helix.planning.parameters import Bucket
 from hf_helix.planning.plan.predict import predict
 from hf_helix.planning.rules.registry import make_plan
 from hf_helix.planning.schedule.named import build_schedule
 from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.profile import Profile
+from hf_helix.planning.traffic import Bucket
 from hf_helix.planning.window.instructions import BARRIER_INSTRUCTION
 from hf_helix.planning.window.layout import with_traffic
 from hf_helix.report.timeline import (

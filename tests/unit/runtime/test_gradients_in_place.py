@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.units import unit_of
+from support.units import StandInGroup, unit_of
 from torch import Tensor, nn
 
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.parameters.flat_parameter import FlatParameter
-from hf_helix.operators.parameters.param_shard import COPIED, CUT_DIM_0
-from hf_helix.planning import parameters as rows
+from hf_helix.planning import traffic
+from hf_helix.planning.parameters import COPIED, Cut
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.gradients import reduce as gradients
@@ -67,9 +67,14 @@ def flat_of(parameter: nn.Parameter) -> FlatParameter:
 
 
 def reduce(parameters: Sequence[nn.Parameter], flats: Sequence[FlatParameter] = ()) -> AtOnce:
-    sizes, group, one, streams = {"dp": RANKS, "pp": 1, "cp": 1, "tp": 1, "ep": 1}, object(), Axis.single(), AtOnce()
+    sizes, group, one, streams = (
+        {"dp": RANKS, "pp": 1, "cp": 1, "tp": 1, "ep": 1},
+        StandInGroup(RANKS),
+        Axis.single(),
+        AtOnce(),
+    )
     given: Any = (sizes, torch.device("cpu"), None, one, Axis.single(), one, Pipe([0]), group, group, group, None)
-    unit = unit_of({parameter: CUT_DIM_0 if parameter.dim() > 1 else COPIED for parameter in parameters})
+    unit = unit_of({each: Cut(0, len(each)) if each.dim() > 1 else COPIED for each in parameters})
     unit = replace(unit, flat_parameters={flat.name: flat for flat in flats})
     gradients.reduce_all_gradients({0: unit}, Mesh(*given), streams)
     return streams
@@ -119,7 +124,7 @@ def test_on_cuda_few_copies_are_alive(
 ) -> None:
     """Those of buckets in half precision, or of flats."""
     monkeypatch.setattr(AtOnce, "holds_memory", True)
-    monkeypatch.setattr(rows, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(traffic, "BUCKET_BYTES", 1)
     order: list[str] = []
     module, name = (gradients.FlatParameterGradients, "take") if spread else (gradients, "_parts")
     copies, wait = getattr(module, name), AtOnce.wait

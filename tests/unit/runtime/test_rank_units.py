@@ -77,9 +77,8 @@ def test_slices_of_the_vocabulary_are_stages(tied: bool) -> None:
         sliced = spread_units(units, table, head, torch.float32, rank, 3)
         buffers = slice_buffers(torch.empty_like, 1, False, torch.float32)
         of_ranks.append(place_units(sliced, FakePipe(rank, 3), torch.empty_like, SPREAD, of_slice=buffers))
-        assert [p for p in of_ranks[-1].placements if p is table or p is head] == ([head] if tied else [table, head])
-        assert list(of_ranks[-1].all_placements)[: 2 - tied] == ([table] if tied else [table, head])
-        assert len(of_ranks[-1].all_placements) == len(list(model.parameters()))
+        assert [p for p in of_ranks[-1].own_rows if p is table or p is head] == ([head] if tied else [table, head])
+        assert len(of_ranks[-1].model_rows) == len(list(model.parameters()))
     assert labels(of_ranks[0])[:2] == ["receive.1", "embedding.0"]
     assert labels(of_ranks[0])[-2:] == ["head.0", "send.slices.7"]
     assert labels(of_ranks[2])[:2] == ["embedding.2", "send.0"]

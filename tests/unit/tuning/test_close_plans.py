@@ -25,7 +25,7 @@ def test_all_figures_of_a_plan_are_of_one_run(monkeypatch: pytest.MonkeyPatch) -
         }
 
     runner = mock.MagicMock()
-    runner.rank_units.placements.items.return_value = []
+    runner.rank_units.own_rows.items.return_value = []
     monkeypatch.setattr(tuner, "measure_overlap", measure)
     monkeypatch.setattr(tuner, "plan_runners", lambda *_: dict.fromkeys(FIRST, runner))
     monkeypatch.setattr(tuner, "predict_window", lambda *_: 1.0)

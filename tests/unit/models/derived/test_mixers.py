@@ -20,8 +20,8 @@ from hf_helix.models.stock.batch_inputs import SequenceCut
 from hf_helix.models.trace.mixers import hide_padding, shares_of
 from hf_helix.operators.communication.collectives import AllGather, Exchange
 from hf_helix.operators.communication.transport import Axis, SilentTransport
-from hf_helix.operators.parameters.param_shard import COPIED_SUMMED, Placement
 from hf_helix.operators.units.unit import Unit
+from hf_helix.planning.parameters import COPIED_SUMMED, Cut
 from hf_helix.runtime.distributed.mesh import mesh_of
 
 
@@ -36,7 +36,7 @@ def units_of(name: str, tp_size: int = 2) -> list[Unit]:
     return family_of(model).units(model, ParallelContext(Axis(SilentTransport(tp_size, 0))))[1:-1]
 
 
-def cuts(name: str) -> dict[str, Placement]:
+def cuts(name: str) -> dict[str, Cut]:
     """The cuts of all vectors and convolutions of the first layer."""
     placements, layer = units_of(name)[0].placements, next(iter(family_of(model_of(name)).layers(model_of(name))))
     return {path: placements[p] for path, p in layer.named_parameters() if p.dim() != 2 and "experts" not in path}

@@ -24,7 +24,7 @@ from hf_helix.models.placement.value_placement import (
     ValuePlacement,
 )
 from hf_helix.models.trace.trace import Underivable
-from hf_helix.operators.parameters.param_shard import COPIED, COPIED_SUMMED
+from hf_helix.planning.parameters import COPIED, COPIED_SUMMED
 
 
 def cuts(module: nn.Module) -> dict[str, Any]:

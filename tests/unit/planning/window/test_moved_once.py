@@ -11,7 +11,6 @@ from support.programs import build_programs
 
 from hf_helix.config import RULES
 from hf_helix.planning.graph.operator import Kind, Part
-from hf_helix.planning.parameters import Bucket, FlatWeights, Traffic
 from hf_helix.planning.plan import search as searching
 from hf_helix.planning.plan.bounds import lower_bound
 from hf_helix.planning.plan.plan import Plan
@@ -21,6 +20,7 @@ from hf_helix.planning.plan.search import defer_weight_gradients, greedy
 from hf_helix.planning.rules.registry import make_plan, parse_plan
 from hf_helix.planning.timing.profile import EMULATED_LINK, REDUCTIONS_OVER, Profile, rough_profile
 from hf_helix.planning.timing.profile_file import load_profile, save_profile
+from hf_helix.planning.traffic import Bucket, FlatWeights, Traffic
 from hf_helix.planning.window.layout import Layout, Name, named_traffic, with_traffic
 from hf_helix.planning.window.window import COMPUTE, Window
 

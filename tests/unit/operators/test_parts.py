@@ -1,5 +1,5 @@
 """`cut_bounds` gives every index of a dimension to exactly one rank, as evenly as can be, the longer slices first;
-`Placement` cuts each block of a fused matrix so."""
+`Cut` cuts each block of a fused matrix so."""
 
 import itertools
 
@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_helix.operators.parameters.param_shard import Placement, cut_bounds
+from hf_helix.operators.parameters.parts import cut_tensor, paste
+from hf_helix.planning.parameters import Cut, cut_bounds
 
 
 @given(length=st.integers(0, 10_000), size=st.integers(1, 64))
@@ -27,15 +28,15 @@ def test_blocks_are_cut_by_themselves(blocks: list[int], size: int, dim: int) ->
     length = sum(blocks)
     whole = torch.arange(length * 3).view(length, 3)
     whole = whole if dim == 0 else whole.t().contiguous()
-    placement = Placement(dim, length, blocks=tuple(blocks))
+    cut = Cut(dim, length, blocks=tuple(blocks))
     pasted = torch.full_like(whole, -1)
     for rank in range(size):
-        part = placement.cut(whole, size, rank)
+        part = cut_tensor(whole, cut, size, rank)
         expected = [block.narrow(dim, *_place(block, dim, size, rank)) for block in whole.split(blocks, dim)]
         assert torch.equal(part, torch.cat(expected, dim))
-        assert part.shape == placement.shape(whole.shape, size, rank)
-        assert placement.full_shape(part.shape) == whole.shape
-        placement.paste(pasted, part, size, rank)
+        assert part.shape == cut.shape(whole.shape, size, rank)
+        assert cut.full_shape(part.shape) == whole.shape
+        paste(pasted, part, cut, size, rank)
     assert torch.equal(pasted, whole)
 
 
