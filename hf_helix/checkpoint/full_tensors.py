@@ -189,7 +189,8 @@ class _Merge(nn.Module):
         dora = layer.lora_magnitude_vector[adapter]
         is_turned = dora.fan_in_fan_out  # the weight is [features in, features out]
         gain = dora.weight / dora.get_weight_norm(parameter, delta.t() if is_turned else delta, scaling=1)
-        return parameter.add_(delta).mul_(gain if is_turned else gain.unsqueeze(1))
+        merged = (parameter + delta) * (gain if is_turned else gain.unsqueeze(1))
+        return merged.to(parameter.dtype)
 
 
 @torch.no_grad()

@@ -179,8 +179,8 @@ def _scaled_together(lora: Any) -> str:
     if not scaling or len(names) == 1:
         return ""
     return (
-        f"adapters {', '.join(map(repr, names))} are active together, and {scaling[0]!r} has use_dora=True, which would "
-        f"scale the others: activate one, model.set_adapter({scaling[0]!r}), or use use_dora=False"
+        f"adapters {', '.join(map(repr, names))} are active together, and {scaling[0]!r} has use_dora=True, which "
+        f"would scale the others: activate one, model.set_adapter({scaling[0]!r}), or use use_dora=False"
     )
 
 

@@ -60,14 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
         for name, targets in {
             "gemma3": LINEARS,
             "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
-            "deepseek_v3": [
-                "q_a_proj",
-                "q_b_proj",
-                "kv_a_proj_with_mqa",
-                "kv_b_proj",
-                "o_proj",
-                "shared_experts.up_proj",
-            ],
+            "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
             "qwen3_5": ["in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "v_proj"],
         }.items()
     },
@@ -121,9 +114,8 @@ TRAINED: dict[str, dict[str, Any]] = {
     "llama": {"target_modules": LINEARS, "use_dora": True, "init_lora_weights": True},
     "llama, kept": {**SOME, "modules_to_save": ["lm_head", "norm"], "idle": "other"},
     "llama, pissa": {**SOME, "init_lora_weights": "pissa"},
-    "gpt2": {"target_modules": OF_GPT2, "use_dora": True, "fan_in_fan_out": True},
+    "gpt2": {"target_modules": OF_GPT2[:-1], "use_dora": True, "fan_in_fan_out": True},
     "mixtral": {"target_modules": ["q_proj", "o_proj"], "use_dora": True},
-    "support.models:four_bit": {**SOME},
 }
 """By family, the adapters."""
 
@@ -142,8 +134,6 @@ TRAINED: dict[str, dict[str, Any]] = {
         slow("mixtral", {"ep_size": 2, "shard_parameters": True, "recompute": "full"}),
         slow("llama", {**TP, **PP}),
         slow("llama", {**PP, "shard_parameters": True, "recompute": "selective"}),
-        slow("support.models:four_bit", TP),
-        slow("support.models:four_bit", {"shard_parameters": True}),
     ],
     ids=str,
 )
@@ -160,8 +150,6 @@ def test_training_equals_the_stock_trainer(
     for result in cluster_of(ranks).run("train", folder=str(tmp_path), helix={**helix, **GREEDY}, **job):
         compare_runs(result, expected, steps=4)
     compare_adapters(tmp_path, Path(theirs))
-    if "four_bit" in case:  # PEFT rounds merged weights to 4 bits
-        return
     loaded = PeftModel.from_pretrained(tiny(**model), tmp_path).eval()
     logits = logits_of(loaded)
     assert not torch.equal(logits, logits_of(tiny(**model).eval()))
