@@ -35,7 +35,6 @@ LAYOUTS = [
     slow("phimoe", "dp2+ep2", {"expert_capacity_factor": 4.0}),
     slow("mixtral adapters", "dp2+ep2", {}),
     slow("llama dora", "tp2", {}),
-    slow("llama dora", "dp2", {"shard_parameters": True}),
 ]
 MODELS: dict[str, dict[str, Any]] = {
     family: {"family": family.replace("derived ", HOME), "num_hidden_layers": 4}

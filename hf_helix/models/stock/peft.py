@@ -31,7 +31,7 @@ _REFUSED = {
     "trainable_token_indices": "rows of a cut table are not picked out; use modules_to_save=['embed_tokens']",
     "layer_replication": "layers would share weights; leave it out",
     "ensure_weight_tying": "matrices that share memory would be cut apart; use ensure_weight_tying=False",
-    "use_qalora": "quantised weights cannot be cut; use use_qalora=False, and load the model in fp32 or bf16",
+    "use_qalora": "weights of GPTQ cannot be cut; use use_qalora=False, and a base in 16 bits or bitsandbytes' 4 bits",
     "megatron_config": "hf_helix cuts the model itself; leave it out",
 }
 

@@ -3,9 +3,9 @@
 In:   linears, or a table of embeddings, with their adapters; rows [tokens, features] as in `LowRank`.
 Out:  the squared norms of the rows of W + BA, over all ranks that hold parts of a row; outputs and gradients of a
       linear with the scaled addition.
-Must hold: norms are constants of backward, as in the paper's section 4.3. They are computed, and exchanged, once in a
-window. Nothing is kept for the gradient of the lengths: W computes the output again. BA is made for `TILE` rows at a
-time.
+Must hold: norms are constants of backward, as in the paper's section 4.3. They are exchanged once in a window, and
+computed once in a window, or after each gather of sharded weights. Nothing is kept for the gradient of the lengths: W
+computes the output again. BA is made for `TILE` rows at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -152,16 +152,19 @@ class Dora:
     def add(self, total: Tensor, rows: Tensor, ctx: OperatorContext, mask: Tensor | None, adds_bias: bool) -> None:
         """Turns the linear's output into the scaled one; see `LowRank.add` for the arguments."""
         gain = self._gain()
+        value = total.to(gain.dtype)
         if mask is None:
-            self.adapter.add(total, rows, ctx, None, adds_bias)
-            total.mul_(gain)
+            self.adapter.add(value, rows, ctx, None, adds_bias)
+            value.mul_(gain)
             if self.bias is not None and adds_bias:
-                total.add_(self.bias * (1 - gain))
+                value.add_(self.bias * (1 - gain))
         else:
-            part = self._product(masked(rows, mask), rows.dtype)
-            total.sub_(part)
+            part = self._product(masked(rows, mask), gain.dtype)
+            value.sub_(part)
             self.adapter.add(part, rows, ctx, mask, adds_bias)
-            total.add_(part.mul_(gain))
+            value.add_(part.mul_(gain))
+        if value is not total:
+            total.copy_(value)
 
     def below(self, gradient: Tensor) -> Tensor:
         """Returns the gradient of `W rows`, from the gradient of the output."""
