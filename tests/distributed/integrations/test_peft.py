@@ -21,8 +21,6 @@ from peft import (
     initialize_lora_eva_weights,
 )
 from peft.optimizers import create_loraplus_optimizer
-from peft.tuners.lora.config import CordaConfig
-from peft.tuners.lora.corda import preprocess_corda
 from safetensors.torch import load_file
 from support import jobs, pipeline_jobs
 from support.comparisons import assert_same_bits, compare_adapters, compare_runs
@@ -100,11 +98,7 @@ def train_by_lora_plus(folder: str, helix: dict[str, Any] | None, model: dict[st
 def train_initialised(folder: str, helix: dict[str, Any] | None, kind: str, **options: Any) -> Any:
     """As `jobs.train`, with adapters that PEFT makes of the model's weights, or of its values on some tokens."""
     made, ids = tiny(num_hidden_layers=4), torch.arange(3, 75).view(2, 36)
-    given = {"corda_config": CordaConfig(prune_temporary_fields=True)} if kind == "corda" else {}
-    config = LoraConfig(r=3, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **given)
-    config.init_lora_weights = kind
-    if kind == "corda":
-        preprocess_corda(made, config, run_model=lambda: made(ids))
+    config = LoraConfig(r=3, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", init_lora_weights=kind)
     made = get_peft_model(made, config)
     if kind == "eva":
         batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
@@ -349,8 +343,6 @@ def test_lora_plus(helix: dict[str, Any], model: dict[str, Any], cluster_of: Any
         slow("olora", TP),
         slow("pissa", PP),
         slow("pissa_niter_4", TP),
-        slow("corda", TP),
-        slow("corda", PP),
         slow("eva", TP),
         slow("eva", PP),
         slow("orthogonal", TP),
