@@ -98,7 +98,7 @@ def train_by_lora_plus(folder: str, helix: dict[str, Any] | None, model: dict[st
 def train_initialised(folder: str, helix: dict[str, Any] | None, kind: str, **options: Any) -> Any:
     """As `jobs.train`, with adapters that PEFT makes of the model's weights, or of its values on some tokens."""
     made, ids = tiny(num_hidden_layers=4), torch.arange(3, 75).view(2, 36)
-    config = LoraConfig(r=3, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", init_lora_weights=kind)
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", init_lora_weights=kind)
     made = get_peft_model(made, config)
     if kind == "eva":
         batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
