@@ -103,16 +103,15 @@ def headline(census: Census) -> str:
     """Returns the number of proven classes, with the versions, as a line."""
     if not census.classes:
         return "No census has been taken."
-    on_text, classifiers, adapted = (
-        len(census.proven_on("tp2", "pp2", kind=kind)) for kind in (TEXT, CLASSIFIER, ADAPTERS)
-    )
+    on_text, classifiers = (len(census.proven_on("tp2", "pp2", kind=kind)) for kind in (TEXT, CLASSIFIER))
+    adapted = len(census.proven_on("tp2", "ep2", kind=ADAPTERS))
     more = f", and on text {on_text} classes with towers of images or sound," if on_text else ""
     more += f" and the decoders of {classifiers} sequence classifiers," if classifiers else ""
-    more += f" and LoRA on the experts of {adapted} mixtures," if adapted else ""
+    adapters = f", and LoRA on the experts of {adapted} mixtures at tp2 and ep2" if adapted else ""
     return (
         f"{len(census.proven_on('tp2', 'pp2'))} of {len(census.names)} causal-LM classes of Transformers "
-        f"{census.versions['transformers']}{more} are proven at tp2 and pp2 (torch {census.versions['torch']}, "
-        f"{census.date})"
+        f"{census.versions['transformers']}{more} are proven at tp2 and pp2{adapters} "
+        f"(torch {census.versions['torch']}, {census.date})"
     )
 
 
