@@ -1,12 +1,14 @@
-"""What LoRA adapters of experts and routers add to a step with adapters of attention, at `ep_size=2` on the CPU.
+"""What adapters add to a step of a small model that is cut over two ranks, on the CPU.
 
-Cuts one small Mixtral twice over two data-parallel ranks that share its experts: with adapters of attention, and with
-adapters of attention, experts and routers. Windows of the two follow each other, and in reverse the next time, under
-`greedy`. Seconds are those of the slower rank, and of both CPUs together, which other processes disturb less; ratios
-are medians of the rounds' ratios. Operations are those of the matrix products that ran, as torch counts them.
+`experts` cuts a Mixtral twice over two data-parallel ranks that share its experts (`ep_size=2`): with LoRA adapters of
+attention, and with adapters of attention, experts and routers. `dora` cuts a Llama twice (`tp_size=2`): with LoRA, and
+with DoRA, on every linear. Windows of the two follow each other, and in reverse the next time, under `greedy`. Seconds
+are those of the slower rank, and of both CPUs together, which other processes disturb less; ratios are medians of the
+rounds' ratios. Operations are those of the matrix products that ran, as torch counts them.
 
-    python -m benchmarks.adapters
-    python -m benchmarks.adapters --hidden 512 --rank_of_adapters 32
+    python -m benchmarks.adapters experts
+    python -m benchmarks.adapters experts --hidden 512 --rank_of_adapters 32
+    python -m benchmarks.adapters dora --lora_dropout 0.05
 """
 
 import argparse
@@ -19,13 +21,24 @@ from typing import Any
 from benchmarks.common import add_outputs, columns, facts, options_of, save
 from benchmarks.ranks import Ranks
 
-ATTENTION, ALL = "attention", "attention, experts, routers"
-TARGETS: dict[str, Any] = {ATTENTION: ["q_proj", "k_proj", "v_proj", "o_proj"], ALL: "all-linear"}
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ADAPTERS: dict[str, dict[str, dict[str, Any]]] = {
+    "experts": {
+        "attention": {"target_modules": ATTENTION},
+        "attention, experts, routers": {"target_modules": "all-linear"},
+    },
+    "dora": {
+        "LoRA": {"target_modules": "all-linear"},
+        "DoRA": {"target_modules": "all-linear", "use_dora": True},
+    },
+}
+"""What is compared: the fewer adapters, or the simpler ones, first."""
 
 
 def main() -> None:
     sizes = {"hidden": 256, "layers": 4, "experts": 8, "microbatches": 4, "batch": 4, "sequence": 256}
-    parser = options_of(__doc__, **sizes, rank_of_adapters=8, repeats=9)
+    parser = options_of(__doc__, **sizes, rank_of_adapters=8, lora_dropout=0.0, repeats=9)
+    parser.add_argument("what", choices=ADAPTERS, help="the adapters that are compared")
     add_outputs(parser)
     Ranks().run(work, parser.parse_args())
 
@@ -35,17 +48,18 @@ def work(options: argparse.Namespace) -> None:
     from hf_helix.runtime.distributed.agreement import all_gather_object
 
     with tempfile.TemporaryDirectory() as folder:
-        windows = {name: window_of(name, folder, options) for name in TARGETS}
+        adapters = ADAPTERS[options.what]
+        windows = {name: window_of(lora, folder, options) for name, lora in adapters.items()}
         operations = {name: operations_of(window) for name, window in windows.items()}
         rounds = []
         for number in range(options.repeats):
-            order = list(TARGETS)[:: 1 if number % 2 else -1]
+            order = list(adapters)[:: 1 if number % 2 else -1]
             rounds.append(all_gather_object({name: seconds_of(windows[name]) for name in order}))
     if options.rank == 0:
         report(operations, rounds, options)
 
 
-def window_of(name: str, folder: str, options: argparse.Namespace) -> Callable[[], object]:
+def window_of(adapters: dict[str, Any], folder: str, options: argparse.Namespace) -> Callable[[], object]:
     """Returns a function that runs a window of a model with adapters, and drops its gradients."""
     import torch
     import transformers
@@ -55,19 +69,23 @@ def window_of(name: str, folder: str, options: argparse.Namespace) -> Callable[[
     from hf_helix.engine.cut.microbatches import LossScale, WindowMaker
 
     transformers.logging.set_verbosity_error()
-    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "num_local_experts": options.experts}
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": options.layers}
     sizes |= {"hidden_size": options.hidden, "intermediate_size": 2 * options.hidden, "vocab_size": 4096}
     torch.manual_seed(0)
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_hidden_layers=options.layers))
-    lora = LoraConfig(r=options.rank_of_adapters, target_modules=TARGETS[name], task_type="CAUSAL_LM")
+    if options.what == "experts":
+        config: Any = transformers.MixtralConfig(**sizes, num_local_experts=options.experts)
+        helix = HelixConfig(ep_size=2, plan="greedy", cache=False)
+    else:
+        config, helix = transformers.LlamaConfig(**sizes), HelixConfig(tp_size=2, plan="greedy", cache=False)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    lora = LoraConfig(r=options.rank_of_adapters, lora_dropout=options.lora_dropout, task_type="CAUSAL_LM", **adapters)
     args = transformers.TrainingArguments(output_dir=folder, use_cpu=True, report_to=[])
-    helix = HelixConfig(ep_size=2, plan="greedy", cache=False)
     runner = HelixTrainer(model=get_peft_model(model, lora), args=args, helix_config=helix).helix.runner
     model.train()
     maker, window = WindowMaker(model, runner.mesh), []
     scale = LossScale(torch.tensor(1.0 / (options.microbatches * options.batch * options.sequence)))
     for place in range(options.microbatches):
-        generator = torch.Generator().manual_seed(2 * place + options.rank)
+        generator = torch.Generator().manual_seed(2 * place + (options.rank if options.what == "experts" else 0))
         ids = torch.randint(0, 4096, (options.batch, options.sequence), generator=generator)
         window.append(maker.microbatch({"input_ids": ids, "labels": ids}, scale, (0, place)))
 
@@ -100,22 +118,23 @@ def seconds_of(window: Callable[[], object]) -> tuple[float, float]:
 
 def report(operations: dict[str, int], rounds: list[list[dict[str, Any]]], options: argparse.Namespace) -> None:
     """Prints and saves the table."""
-    walls = {name: [max(rank[name][0] for rank in ranks) for ranks in rounds] for name in TARGETS}
-    cpus = {name: [sum(rank[name][1] for rank in ranks) for ranks in rounds] for name in TARGETS}
+    simple, more = ADAPTERS[options.what]
+    walls = {name: [max(rank[name][0] for rank in ranks) for ranks in rounds] for name in (simple, more)}
+    cpus = {name: [sum(rank[name][1] for rank in ranks) for ranks in rounds] for name in (simple, more)}
     rows = []
-    for name in TARGETS:
+    for name in (simple, more):
         seconds = (f"{statistics.median(each[name]):.3f}" for each in (walls, cpus))
         rows.append([name, *seconds, f"{operations[name] / 1e9:.2f}"])
 
     def ratios(seconds: dict[str, list[float]]) -> str:
-        each = [more / less for more, less in zip(seconds[ALL], seconds[ATTENTION], strict=True)]
+        each = [slow / fast for slow, fast in zip(seconds[more], seconds[simple], strict=True)]
         return f"{statistics.median(each):.3f} ({min(each):.3f} to {max(each):.3f})"
 
-    rows.append(["ratio", ratios(walls), ratios(cpus), f"{operations[ALL] / operations[ATTENTION]:.3f}"])
-    table = columns(["adapters of", "step s", "CPU s", "10^9 operations"], rows)
+    rows.append(["ratio", ratios(walls), ratios(cpus), f"{operations[more] / operations[simple]:.3f}"])
+    table = columns(["adapters", "step s", "CPU s", "10^9 operations"], rows)
     print("\n".join(f"{name}: {value}" for name, value in facts().items()))
     print(table)
-    save(options, "Adapters of experts", __doc__, table, rows)
+    save(options, f"Adapters: {options.what}", __doc__, table, rows)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import datetime
 import re
 import time
 import warnings
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from hf_helix.engine.proof.verdict import Proof
 from hf_helix.models.small_config import without_dropout
 from hf_helix.models.stock.causal_lm import causal_lm_classes, classifier_classes, text_classes
 from hf_helix.models.stock.census import (
+    ADAPTERS,
     CLASSIFIER,
     FAILED,
     FILE,
@@ -154,9 +156,11 @@ def take(name: str, layouts: list[str], timeout: float) -> dict[str, Finding]:
 
 
 def subjects() -> list[str]:
-    """Returns the names of all classes, each followed by those of its variants."""
+    """Returns the names of all classes, each followed by those of its variants; mixtures are the ones of the last
+    census."""
     causal = [f"{name}{options}" for name in causal_lm_classes() for options in ("", *variants(name))]
-    others = {TEXT: text_classes(), CLASSIFIER: classifier_classes()}
+    others: dict[str, Iterable[str]] = {TEXT: text_classes(), CLASSIFIER: classifier_classes()}
+    others[ADAPTERS] = [name for name, found in read_census().classes.items() if "ep2" in found and "[" not in name]
     return [*causal, *(f"{name}{kind}" for kind, names in others.items() for name in sorted(names))]
 
 
@@ -169,8 +173,8 @@ def subject_of(name: str) -> Subject:
     """Returns what is proven under a name of `subjects`."""
     name, bracket, options = name.partition("[")
     subject = Subject.of(name)
-    if not bracket or f"{bracket}{options}" in (TEXT, CLASSIFIER):
-        return subject
+    if not bracket or f"{bracket}{options}" in (TEXT, CLASSIFIER, ADAPTERS):
+        return replace(subject, adapts_experts=f"{bracket}{options}" == ADAPTERS)
     assert subject.kind is not None
     given = variants(name)[bracket + options]
     return replace(subject, config=without_dropout(subject.kind.config_class(**given), kept=given))

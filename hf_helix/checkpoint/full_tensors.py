@@ -172,19 +172,25 @@ def _weights(layer: Any) -> dict[str, nn.Parameter]:
     return {name: each for name, each in own.items() if any(adapter in f"{name}." for adapter in names)}
 
 
-class _Deltas(nn.Module):
-    """PEFT's additions of an adapter to a weight, or to a bias."""
+class _Merge(nn.Module):
+    """A parameter with an adapter of PEFT, as `merge_adapter` rounds it."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
         self.layer = layer
 
-    def forward(self, adapter: str, is_bias: bool) -> Tensor:
+    def forward(self, parameter: Tensor, adapter: str, is_bias: bool) -> Tensor:
+        layer = self.layer
         if is_bias:
-            bias: Tensor = self.layer.lora_B[adapter].bias * self.layer.scaling[adapter]
-            return bias
-        delta: Tensor = self.layer.get_delta_weight(adapter)
-        return delta
+            return parameter.add_(layer.lora_B[adapter].bias * layer.scaling[adapter])
+        delta: Tensor = layer.get_delta_weight(adapter)
+        if adapter not in layer.lora_magnitude_vector:
+            return parameter.add_(delta)
+        dora = layer.lora_magnitude_vector[adapter]
+        is_turned = dora.fan_in_fan_out  # the weight is [features in, features out]
+        gain = dora.weight / dora.get_weight_norm(parameter, delta.t() if is_turned else delta, scaling=1)
+        merged = (parameter + delta) * (gain if is_turned else gain.unsqueeze(1))
+        return merged.to(parameter.dtype)
 
 
 @torch.no_grad()
@@ -202,5 +208,5 @@ def _merged(name: str, full: Tensor, held: Tensor, layer: Any, weights: dict[str
     merged = full.clone() if full.data_ptr() == held.data_ptr() else full
     swapped = {f"layer.{key}": value for key, value in weights.items()}
     for adapter in active_adapters(layer):
-        merged += functional_call(_Deltas(layer), swapped, (adapter, name.endswith(".bias")))
+        merged = functional_call(_Merge(layer), swapped, (merged, adapter, name.endswith(".bias")))
     return merged

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hf_helix.cli.options import Command, argument
-from hf_helix.models.stock.census import CLASSIFIER, PROVEN, TEXT, Census, Findings, instead_of, read_census
+from hf_helix.models.stock.census import ADAPTERS, CLASSIFIER, PROVEN, TEXT, Census, Findings, instead_of, read_census
 
 
 class SupportedModel(NamedTuple):
@@ -57,8 +57,8 @@ all others are derived, and proven before their first step: docs/adding_a_model.
 
 CENSUS_LEGEND = """\
 The census cuts a small model of every causal-LM class of Transformers, with the defaults of its configuration (or with
-the options in brackets; [text]: on text alone; [classifier]: up to the head), and compares
-losses, every gradient and logits with those of the unsplit model. proven: all
+the options in brackets; [text]: on text alone; [classifier]: up to the head; [LoRA on experts]: with nothing else
+trained), and compares losses, every gradient and logits with those of the unsplit model. proven: all
 are equal. refused: such a model cannot be trained cut like this, and says so before it starts. failed: it must not be
 used. Behind -> stands what to do instead. `hf-helix check NAME` compares a class or a checkpoint's own configuration
 here and now.
@@ -104,12 +104,14 @@ def headline(census: Census) -> str:
     if not census.classes:
         return "No census has been taken."
     on_text, classifiers = (len(census.proven_on("tp2", "pp2", kind=kind)) for kind in (TEXT, CLASSIFIER))
+    adapted = len(census.proven_on("tp2", "ep2", kind=ADAPTERS))
     more = f", and on text {on_text} classes with towers of images or sound," if on_text else ""
     more += f" and the decoders of {classifiers} sequence classifiers," if classifiers else ""
+    adapters = f", and LoRA on the experts of {adapted} mixtures at tp2 and ep2" if adapted else ""
     return (
         f"{len(census.proven_on('tp2', 'pp2'))} of {len(census.names)} causal-LM classes of Transformers "
-        f"{census.versions['transformers']}{more} are proven at tp2 and pp2 (torch {census.versions['torch']}, "
-        f"{census.date})"
+        f"{census.versions['transformers']}{more} are proven at tp2 and pp2{adapters} "
+        f"(torch {census.versions['torch']}, {census.date})"
     )
 
 

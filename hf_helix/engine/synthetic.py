@@ -5,7 +5,6 @@ Out:  a runner whose weights are cut, and windows of micro-batches.
 Must hold: the same units, cuts and side inputs as in training; the same weights and tokens on every rank of a group.
 """
 
-import logging
 import warnings
 from os import PathLike
 from typing import Any
@@ -16,6 +15,7 @@ from hf_helix.config import HelixConfig
 from hf_helix.engine.cut.build import RunOptions, declare, start_runner
 from hf_helix.engine.cut.microbatches import LossScale, WindowMaker
 from hf_helix.engine.cut.recompute import modes_of
+from hf_helix.models.new_adapters import import_peft
 from hf_helix.models.registry import family_for
 from hf_helix.models.stock.causal_lm import build_language_model, read_config
 from hf_helix.runtime.distributed.mesh import Mesh, mesh_of
@@ -43,18 +43,13 @@ def adapted_on_meta(model_config: Any, rank: int, target_modules: str, dtype: to
     Raises:
         ValueError: PEFT is not installed, or the model has no modules of these names.
     """
-    # bitsandbytes, imported by PEFT, warns of a kernel that no adapter here needs.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ValueError("adapters need the package peft: pip install peft") from error
+    peft = import_peft()
     names = target_modules.split(",")
     targets = names if len(names) > 1 else target_modules
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of PEFT's calls of Transformers
-        config = LoraConfig(r=rank, target_modules=targets, task_type="CAUSAL_LM")
-        return get_peft_model(model_on_meta(model_config, dtype), config).train()
+        config = peft.LoraConfig(r=rank, target_modules=targets, task_type="CAUSAL_LM")
+        return peft.get_peft_model(model_on_meta(model_config, dtype), config).train()
 
 
 class Workload:

@@ -69,6 +69,7 @@ class AutogradOperator(Computation):
             before a rope. Takes the host some microseconds for each input.
         elementwise: whether an element of the only output depends on the same element of the only input, and on nothing
             else.
+        plain_inputs: how many of its inputs, the last ones, have no gradient though they are no indices.
     """
 
     def __init__(
@@ -82,7 +83,9 @@ class AutogradOperator(Computation):
         backward_reads: bool = True,
         frees_inputs: bool = False,
         elementwise: bool = False,
+        plain_inputs: int = 0,
     ) -> None:
+        self._plain_inputs = plain_inputs
         self.elementwise = elementwise
         self.num_plain = num_plain
         self.function = function
@@ -111,7 +114,8 @@ class AutogradOperator(Computation):
         if not ctx.saves_for_backward:
             return self._run(ctx, inputs, side)
         leaves = tuple([value.detach() for value in inputs])
-        for leaf in leaves:
+        differentiated = leaves[: len(leaves) - self._plain_inputs]
+        for leaf in differentiated:
             leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
         with torch.enable_grad():
             given = tuple([leaf.view_as(leaf) for leaf in leaves]) if self._frees_inputs else leaves
@@ -121,7 +125,7 @@ class AutogradOperator(Computation):
                 leaf.data = leaf.new_empty(()).expand(leaf.shape)  # the shape is all that its gradient needs
         # Only the edges are saved: an output without use in backward is freed with its last reader.
         differentiable = outputs[: len(outputs) - self.num_plain]
-        if differentiable and (leaves or self._trained()):
+        if differentiable and (differentiated or self._trained()):
             edges = tuple([get_gradient_edge(output) for output in differentiable])
             ctx.saved = partial(self._run_backward, tuple([leaf for leaf in leaves if leaf.requires_grad]), edges)
         return tuple([output.detach() for output in outputs])

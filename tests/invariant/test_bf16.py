@@ -34,12 +34,14 @@ LAYOUTS = [
     slow("derived olmo2", "pp2", {}),  # the error of three losses is a matter of luck; pp2 rounds as the stock model
     slow("phimoe", "dp2+ep2", {"expert_capacity_factor": 4.0}),
     slow("mixtral adapters", "dp2+ep2", {}),
+    slow("llama dora", "tp2", {}),
 ]
 MODELS: dict[str, dict[str, Any]] = {
     family: {"family": family.replace("derived ", HOME), "num_hidden_layers": 4}
     for family in ("llama", "gpt2", "gpt_neox", "phimoe", "mixtral", "derived gemma3", "derived olmo2")
 }
 MODELS["mixtral"]["num_experts_per_tok"] = 4  # all experts: an undecided router has nothing to choose otherwise
+MODELS["llama dora"] = {**MODELS["llama"], "lora": {"use_dora": True}}
 MODELS["mixtral adapters"] = {**MODELS["mixtral"], "lora": {}}
 
 

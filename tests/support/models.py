@@ -77,6 +77,9 @@ def adapted(model: PreTrainedModel, idle: str = "", **options: Any) -> Any:
     result = get_peft_model(model, LoraConfig(**config))
     if idle:
         result.add_adapter(idle, LoraConfig(**{**config, "r": 2}))
+    for name, weight in result.named_parameters():
+        if "lora_magnitude_vector" in name:
+            weight.data *= torch.empty_like(weight).uniform_(0.5, 1.5)
     return result
 
 

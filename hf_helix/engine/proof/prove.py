@@ -54,6 +54,7 @@ from hf_helix.engine.proof.reference import (
 )
 from hf_helix.engine.proof.verdict import ComparedWindow, Proof, compare, float8_error
 from hf_helix.models.graph.context import LossTweaks
+from hf_helix.models.new_adapters import adapt_experts
 from hf_helix.models.registry import family_for, family_of
 from hf_helix.models.small_config import EXPERT_COUNTS, default_config, small_config
 from hf_helix.models.stock.batch_inputs import LOSS_ALONE
@@ -82,12 +83,14 @@ class Subject:
         kind: its class; None for the causal LM of the configuration.
         model: the model itself, of any size.
         as_is: whether the configuration keeps its sizes; otherwise it is made small.
+        adapts_experts: whether the model has LoRA adapters of its experts, which alone are trained.
     """
 
     config: PretrainedConfig | None = None
     kind: type[Any] | None = None
     model: Any = None
     as_is: bool = False
+    adapts_experts: bool = False
 
     @classmethod
     def of(cls, given: Any, as_is: bool = False) -> Subject:
@@ -143,9 +146,9 @@ class Subject:
             config._attn_implementation = None
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed generators of GPUs as well
-            if self.kind is not None:
-                return self.kind(config).float()
-            return build_causal_lm(config, dtype=torch.float32)
+            make = self.kind or functools.partial(build_causal_lm, dtype=torch.float32)
+            model = make(config).float()
+            return adapt_experts(model) if self.adapts_experts else model
 
     def _sized(self, layout: HelixConfig) -> PretrainedConfig:
         """The configuration for a layout: a pipeline has two virtual stages a rank, each with a layer or more. Of a

@@ -216,7 +216,7 @@ def _differences(outcome: Outcome, wanted: Outcome) -> list[Difference]:
         Difference.of(LOSS, abs(mine - theirs) / max(abs(theirs), 1.0))
         for mine, theirs in zip(outcome.losses, wanted.losses, strict=True)
     ]
-    floor = SMALL * max(float(gradient.norm()) for gradient in wanted.gradients.values())
+    floor = SMALL * max((float(gradient.norm()) for gradient in wanted.gradients.values()), default=0.0)
     gradients = [
         Difference.of(GRADIENTS, _distance(outcome.gradients, name, gradient) / (float(gradient.norm()) + floor), name)
         for name, gradient in wanted.gradients.items()

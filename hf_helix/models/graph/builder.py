@@ -22,6 +22,7 @@ from hf_helix.operators.communication.collectives import AllGather, AllGatherRep
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.experts.moe import RouterMeter
 from hf_helix.operators.explicit import Explicit, RmsNorm
+from hf_helix.operators.linears.dora import RowNorms, ShareNorms, row_norms
 from hf_helix.operators.linears.four_bit import FourBit
 from hf_helix.operators.linears.linear import Linear, Projection
 from hf_helix.operators.units.unit import Unit
@@ -380,8 +381,7 @@ class Builder:
         plain_linear = unwrap_peft(linear, self.label)
         matrix = CUT_DIM_0 if plain_linear.is_transposed else CUT_DIM_1
         self._place_linear(plain_linear, matrix, COPIED, down=CUT_DIM_1, up=COPIED_SUMMED)
-        operator = _linear([plain_linear], adds_bias=self.tp.rank == 0)
-        return self.declare(name, operator, (value,), splits_dgrad_wgrad=True, relative_cost=GEMM)[0]
+        return self._linear(name, [plain_linear], value, (name,), GEMM, is_partial=True)[0]
 
     def lookup(
         self, name: str, embedding: nn.Module, *, plain: bool = False, change: Callable[[Tensor], Tensor] | None = None
@@ -409,9 +409,10 @@ class Builder:
         self.record_cut([copy.weight for copy in table.copies], CUT_DIM_0)
         for adapter in table.all_adapters():
             self.record_cut([adapter.down], CUT_DIM_1)
-            self.record_cut([adapter.up], COPIED_SUMMED)
+            self.record_cut([adapter.up, adapter.magnitude], COPIED_SUMMED)
+        norms = self._norms(name, [table], RowNorms([table], transposed=True, is_cast=False), self.vocabulary)
         operator = _lookup_operator(table, embedding, self.vocabulary, self.loss_tweaks.neftune_alpha, change)
-        return self.declare(name, operator, ())[0]
+        return self.declare(name, operator, norms)[0]
 
     def loss(self, name: str, logits: str, vocab_size: int) -> str:
         """Adds the cross-entropy of logits cut by vocabulary. Reads side inputs `targets` and `loss_scale`.
@@ -503,9 +504,53 @@ class Builder:
             self._place_linear(linear, columns if linear.is_transposed else rows, rows, down=COPIED_SUMMED, up=rows)
         outputs = tuple(f"{name}.{key}" for key in linears)
         cost = GEMM * max(1, len(linears) / 2)
-        return self.declare(
-            name, _linear(plain_linears), (value,), outputs, splits_dgrad_wgrad=True, relative_cost=cost
+        return self._linear(name, plain_linears, value, outputs, cost)
+
+    def _linear(
+        self,
+        name: str,
+        linears: Sequence[Unwrapped],
+        value: str,
+        outputs: Sequence[str],
+        cost: float,
+        is_partial: bool = False,
+    ) -> tuple[str, ...]:
+        """Adds the operator of linears with one common input; the outputs are partial sums over the ranks, or not."""
+        norms = RowNorms(linears, transposed=any(linear.is_transposed for linear in linears))
+        reads = self._norms(name, linears, norms, self.tp if is_partial else None)
+        operator = Linear(
+            [linear.projection for linear in linears],
+            adds_bias=not is_partial or self.tp.rank == 0,
+            transposed=any(linear.is_transposed for linear in linears),
+            # None if no linear has any: a step then looks none up.
+            adapters=linears if any(linear.lora is not None for linear in linears) else (),
+            copies=[copy for linear in linears for copy in linear.copies],
+            four_bit=[linear.four_bit for linear in linears],
+            takes_norms=bool(reads),
         )
+        fields: dict[str, Any] = {"saved_for_backward": reads, "splits_dgrad_wgrad": True, "relative_cost": cost}
+        return self.declare(name, operator, (value, *reads), outputs, **fields)
+
+    def _norms(
+        self, name: str, linears: Sequence[Unwrapped], norms: RowNorms, parts_on: Axis | None
+    ) -> tuple[str, ...]:
+        """Adds the squared norms of rows for the magnitudes of adapters; nothing without magnitudes.
+
+        Args:
+            name: of the operator that reads the norms.
+            linears: with their adapters.
+            norms: the operator that computes the norms on a rank.
+            parts_on: the ranks that hold parts of a row; None if each rank holds whole rows.
+        """
+        if all(adapter.magnitude is None for linear in linears for adapter in linear.all_adapters()):
+            return ()
+        value = f"{name}.norms"
+        values = self.declare(value, norms, (), non_differentiable=(value,), relative_cost=LIGHT)
+        if parts_on is None or parts_on.size == 1:
+            return values
+        gathered = f"{value}.gather"
+        fields: dict[str, Any] = {"kind": parts_on.kind, "non_differentiable": (gathered,), "relative_cost": LIGHT}
+        return self.declare(gathered, ShareNorms(parts_on), values, **fields)
 
     def _place_linear(self, linear: Unwrapped, matrix: Cut, bias: Cut, *, down: Cut, up: Cut) -> None:
         """Records the cut of a linear and of its adapters."""
@@ -517,7 +562,7 @@ class Builder:
         self.record_cut([copy.bias for copy in linear.copies], bias)
         for adapter in linear.all_adapters():
             self.record_cut([adapter.down], down)
-            self.record_cut([adapter.up], up)
+            self.record_cut([adapter.up, adapter.magnitude], up)
             self.record_cut([adapter.bias], bias)
 
     def _check_blocks(self, weight: FourBit, matrix: Cut) -> None:
@@ -555,19 +600,6 @@ def _parameters_of(used: Sequence[Used]) -> dict[nn.Parameter, None]:
     return dict.fromkeys(parameter for parameters in groups for parameter in parameters)
 
 
-def _linear(linears: Sequence[Unwrapped], adds_bias: bool = True) -> Linear:
-    """Returns the operator of linears with one common input."""
-    return Linear(
-        [linear.projection for linear in linears],
-        adds_bias,
-        transposed=any(linear.is_transposed for linear in linears),
-        # None if no linear has any: a step then looks none up.
-        adapters=linears if any(linear.lora is not None for linear in linears) else (),
-        copies=[copy for linear in linears for copy in linear.copies],
-        four_bit=[linear.four_bit for linear in linears],
-    )
-
-
 def _lookup_operator(
     table: Unwrapped,
     embedding: nn.Module,
@@ -580,23 +612,27 @@ def _lookup_operator(
     first, _ = cut_bounds(num_rows, axis.size, axis.rank)
     padding = table.module.padding_idx
 
-    def find(ids: Tensor) -> Tensor:
+    def find(*norms: Tensor, ids: Tensor) -> Tensor:
         ids = ids if change is None else change(ids)
         value = total = lookup(ids, table.weight, first, num_rows, padding)
         for adapter in table.adapters():
             low = lookup(ids, adapter.down.t(), first, num_rows, padding)
             total = total + low @ adapter.up.t() * adapter.scaling
+            if adapter.magnitude is not None:
+                total = total * (adapter.magnitude / row_norms(norms[0]))
         return total.to(value.dtype)
 
-    def find_noisy(ids: Tensor, length: int) -> Tensor:
+    def find_noisy(*norms: Tensor, ids: Tensor, length: int) -> Tensor:
         assert neftune_alpha is not None
-        return noisy(find(ids), neftune_alpha, length) if embedding.training else find(ids)
+        found = find(*norms, ids=ids)
+        return noisy(found, neftune_alpha, length) if embedding.training else found
 
     parameters: list[Any] = [copy.weight for copy in table.copies]
     for adapter in table.all_adapters():
         parameters += adapter.parameters
+    plain = int(any(adapter.magnitude is not None for adapter in table.all_adapters()))
     reads = table.lora is not None  # the gradient of a table does not depend on the table's contents
     if neftune_alpha is not None and axis.rank == 0:  # one of the partial sums brings the noise
         draws, side = (lambda: embedding.training), ("ids", "length")
-        return AutogradOperator(find_noisy, parameters, side, draws=draws, backward_reads=reads)
-    return AutogradOperator(find, parameters, ("ids",), backward_reads=reads)
+        return AutogradOperator(find_noisy, parameters, side, draws=draws, backward_reads=reads, plain_inputs=plain)
+    return AutogradOperator(find, parameters, ("ids",), backward_reads=reads, plain_inputs=plain)

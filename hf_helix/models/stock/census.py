@@ -25,6 +25,8 @@ TEXT = "[text]"
 CLASSIFIER = "[classifier]"
 """What the name of a sequence classifier ends with: its decoder is proven, its head is the model's own code above."""
 
+ADAPTERS = "[LoRA on experts]"
+"""What the name of a mixture ends with if only LoRA adapters of its experts are trained."""
 
 INSTEAD = {
     r"requires the .* library|No module named": "install the package that is named, then hf-helix check FOLDER",
@@ -86,7 +88,7 @@ class Census:
 
     def proven_on(self, *layouts: str, kind: str = "") -> list[str]:
         """Returns the classes that are proven, with their defaults, on all given layouts; or the classes of a kind,
-        `TEXT` or `CLASSIFIER`."""
+        `TEXT`, `CLASSIFIER` or `ADAPTERS`."""
         names = [name for name in self.classes if name.endswith(kind)] if kind else self.names
         none = Finding(REFUSED)
         return [

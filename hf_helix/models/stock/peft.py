@@ -23,13 +23,15 @@ from hf_helix.operators.linears.low_rank import LowRank
 
 LORA = "get_peft_model(model, LoraConfig(...))"
 
+# PEFT's variants of LoRA that are built, by the option and by the classes that run them.
+_BUILT = "use_dora", "DoraLinearVariant", "DoraEmbeddingVariant"
+
 # Refused options of LoraConfig, each with an alternative. PEFT itself marks further options as variants of LoRA.
 _REFUSED = {
-    "use_dora": "its magnitudes need the norms of whole rows; use use_dora=False",
     "trainable_token_indices": "rows of a cut table are not picked out; use modules_to_save=['embed_tokens']",
     "layer_replication": "layers would share weights; leave it out",
     "ensure_weight_tying": "matrices that share memory would be cut apart; use ensure_weight_tying=False",
-    "use_qalora": "quantised weights cannot be cut; use use_qalora=False, and load the model in fp32 or bf16",
+    "use_qalora": "weights of GPTQ cannot be cut; use use_qalora=False, and a base in 16 bits or bitsandbytes' 4 bits",
     "megatron_config": "hf_helix cuts the model itself; leave it out",
 }
 
@@ -100,11 +102,13 @@ class Unwrapped:
 
     def _adapter(self, name: str) -> LowRank:
         lora, scaling = self.lora, float(self.lora.scaling[name])
+        magnitude = lora.lora_magnitude_vector[name].weight if name in lora.lora_magnitude_vector else None
         if name in lora.lora_embedding_A:
-            return LowRank(lora.lora_embedding_A[name], lora.lora_embedding_B[name], None, scaling)
+            down, up = lora.lora_embedding_A[name], lora.lora_embedding_B[name]
+            return LowRank(down, up, None, scaling, magnitude=magnitude)
         dropout, up = lora.lora_dropout[name], lora.lora_B[name]
         share = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-        return LowRank(lora.lora_A[name].weight, up.weight, up.bias, scaling, share)
+        return LowRank(lora.lora_A[name].weight, up.weight, up.bias, scaling, share, magnitude)
 
 
 @dataclass(frozen=True)
@@ -151,10 +155,33 @@ class AdaptedOwner:
 
 
 def active_adapters(lora: Any) -> list[str]:
-    """Returns the names of the active adapters of a layer of PEFT that are not merged."""
+    """Returns the names of the active adapters of a layer of PEFT that are not merged.
+
+    Raises:
+        ValueError: an adapter with a magnitude (DoRA) is active with another one, which it would scale.
+    """
     if lora.disable_adapters or lora.merged:
         return []
+    problem = _scaled_together(lora)
+    if problem:
+        raise ValueError(problem)
+    return _active(lora)
+
+
+def _active(lora: Any) -> list[str]:
     return [name for name in lora.active_adapters if name in lora.scaling]
+
+
+def _scaled_together(lora: Any) -> str:
+    """Returns the reason against the active adapters of a layer of PEFT; empty for none."""
+    names = _active(lora)
+    scaling = [name for name in names if name in lora.lora_magnitude_vector]
+    if not scaling or len(names) == 1:
+        return ""
+    return (
+        f"adapters {', '.join(map(repr, names))} are active together, and {scaling[0]!r} has use_dora=True, which "
+        f"would scale the others: activate one, model.set_adapter({scaling[0]!r}), or use use_dora=False"
+    )
 
 
 def plain_name(model: nn.Module, name: str) -> str | None:
@@ -307,8 +334,8 @@ def _problems_of_config(name: str, config: Any) -> Iterator[str]:
     variants = [field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")]
     for option in dict.fromkeys((*_REFUSED, *variants)):
         value = getattr(config, option, None)
-        if value:
-            why = _REFUSED.get(option, "only LoRA without variants is built; leave it out")
+        if value and option not in _BUILT:
+            why = _REFUSED.get(option, "only LoRA and DoRA are built; leave it out")
             yield f"adapter {name!r} has {option}={value!r}: {why}"
 
 
@@ -344,9 +371,10 @@ def _problems_of_layer(name: str, layer: Any, lora: Any) -> Iterator[str]:
             f"{name} has adapters of its parameter {layer.parameter_name!r} (target_parameters) and is a "
             f"{type(base).__name__}: name it in target_modules instead"
         )
-    elif layer.lora_variant:
-        variants = ", ".join(type(variant).__name__ for variant in layer.lora_variant.values())
-        yield f"{name} has the variant {variants}: only LoRA without variants is built"
+    elif variants := {type(variant).__name__ for variant in layer.lora_variant.values()} - {*_BUILT}:
+        yield f"{name} has the variant {', '.join(sorted(variants))}: only LoRA and DoRA are built"
+    elif problem := _scaled_together(layer):
+        yield f"{name}: {problem}"
     elif layer.merged:
         yield (
             f"{name} has merged adapters ({', '.join(layer.merged_adapters)}): call model.unmerge_adapter(), or go on "

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -22,6 +23,7 @@ from hf_helix.operators.base import OperatorContext, SplitComputation, Tensors
 from hf_helix.operators.float8 import GRADIENTS, MULTIPLE, ROWWISE, Scaled, quantize
 from hf_helix.operators.float8 import product as scaled_product
 from hf_helix.operators.linears.accumulate import add_product, add_to_bias_gradients, add_to_gradients, product
+from hf_helix.operators.linears.dora import Dora, row_norms
 from hf_helix.operators.linears.four_bit import FourBit
 from hf_helix.operators.linears.low_rank import Adapters, LowRank, dropout_masks
 from hf_helix.operators.side_by_side import contiguous_columns, join_columns
@@ -51,6 +53,8 @@ class Linear(SplitComputation):
         adapters: of each linear; empty if no linear has any.
         copies: all modules that the linears may stand for at run time; by default themselves.
         four_bit: of each linear its frozen weight in 4 bits, or None; empty if no linear has one.
+        takes_norms: whether adapters have magnitudes; the last input is then the squared norms of rows [ranks, features
+            of all outputs], see `hf_helix.operators.linears.dora`.
 
     Attributes:
         float8: the recipe of products in fp8, see `HelixConfig.float8`; None for products in the type of the input.
@@ -66,6 +70,7 @@ class Linear(SplitComputation):
         adapters: Sequence[Adapters] = (),
         copies: Sequence[Projection] = (),
         four_bit: Sequence[FourBit | None] = (),
+        takes_norms: bool = False,
     ) -> None:
         self.linears = tuple(linears)
         self.adds_bias = adds_bias
@@ -73,6 +78,7 @@ class Linear(SplitComputation):
         self._adapters = tuple(adapters)
         self._copies = tuple(copies) or self.linears
         self._four_bit = tuple(four_bit) or (None,) * len(self.linears)
+        self._takes_norms = takes_norms
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
@@ -81,11 +87,12 @@ class Linear(SplitComputation):
 
     @property
     def cast_parameters(self) -> tuple[Tensor, ...]:
-        packed = {part for weight in self._four_bit if weight is not None for part in (weight.codes, weight.absmax)}
-        return tuple(parameter for parameter in self.parameters if parameter not in packed)
+        whole = {part for weight in self._four_bit if weight is not None for part in (weight.codes, weight.absmax)}
+        whole |= {*self._magnitudes()}
+        return tuple(parameter for parameter in self.parameters if parameter not in whole)
 
     def weights_read_by(self, part: Part) -> tuple[Tensor, ...]:
-        return tuple(self._of_adapters()) if part is Part.W else self.parameters
+        return tuple(self._of_adapters()) if part is Part.W and not self._takes_norms else self.parameters
 
     @property
     def is_plain(self) -> bool:
@@ -98,11 +105,13 @@ class Linear(SplitComputation):
 
     @property
     def trained(self) -> float:
-        if any(linear.weight.requires_grad for linear in self.linears):
+        weights = [linear.weight for linear in self.linears]
+        if any(each.requires_grad for each in (*weights, *self._magnitudes())):
             return 1.0
         return SMALL if any(p.requires_grad for p in self.parameters) else 0.0
 
     def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
+        inputs, norms = self._without_norms(inputs)
         # Rows: of a transposed value (from attention) with a single sequence, torch would multiply token by token.
         shape, value = inputs[0].shape[:-1], _rows(ctx.precision.cast_for_matmul(inputs[0]))
         outputs: list[Tensor] = []
@@ -118,13 +127,14 @@ class Linear(SplitComputation):
             output = output.view(*shape, output.shape[-1])
             outputs += [output] if len(gemm.sizes) == 1 else output.split(gemm.sizes, -1)
         if self._adapters:
-            for output, adapter, mask in self._each(ctx, outputs):
-                adapter.add(_rows(output), value, ctx, mask, self.adds_bias)
+            for output, adapter, mask in self._each(ctx, outputs, norms):
+                adapter.add(output, value, ctx, mask, self.adds_bias)
         return tuple(outputs)
 
     def input_gradient(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
+        gradients, norms = self._without_norms(gradients)
         total: Tensor | None = None
-        for gemm, parts in self._with_rows(ctx, gradients):
+        for gemm, parts in self._with_rows(ctx, self._below(ctx, gradients, norms)):
             kind = parts[0].dtype
             if gemm.float8 is not None:
                 scaled = self._scaled(ctx, gemm, gemm.float8, kind, is_backward=True)
@@ -143,14 +153,14 @@ class Linear(SplitComputation):
                 first += rows.shape[-1]
         assert total is not None
         if self._adapters:
-            for gradient, adapter, mask in self._each(ctx, gradients):
-                adapter.add_input_gradient(total, _rows(gradient), ctx, mask)
+            for gradient, adapter, mask in self._each(ctx, gradients, norms):
+                adapter.add_input_gradient(total, gradient, ctx, mask)
         return (total.view(*gradients[0].shape[:-1], total.shape[-1]),)
 
     def weight_gradient(self, ctx: OperatorContext, *gradients: Tensor) -> Tensors:
-        *of_outputs, given = gradients
+        (*of_outputs, given), norms = self._without_norms(gradients)
         value = _rows(ctx.precision.cast_for_matmul(given))
-        for gemm, parts in self._with_rows(ctx, of_outputs):
+        for gemm, parts in self._with_rows(ctx, self._below(ctx, of_outputs, norms)):
             joined = len(parts) == 1
             for index, rows in enumerate(parts):
                 if gemm.trains_weights:
@@ -160,8 +170,8 @@ class Linear(SplitComputation):
                 if gemm.trains_biases:
                     add_to_bias_gradients(gemm.biases if joined else gemm.biases[index : index + 1], rows)
         if self._adapters:
-            for gradient, adapter, mask in self._each(ctx, of_outputs):
-                adapter.add_weight_gradients(value, _rows(gradient), ctx, mask)
+            for gradient, adapter, mask in self._each(ctx, of_outputs, norms):
+                adapter.add_weight_gradients(value, gradient, ctx, mask)
         return ()
 
     def _gemms(self, ctx: OperatorContext, dtype: torch.dtype) -> list[_Gemm]:
@@ -218,16 +228,57 @@ class Linear(SplitComputation):
             place += count
             yield gemm, parts if count == 1 else _joined_if_faster(parts, gemm.weights[0].shape[1])
 
-    def _of_adapters(self) -> list[Tensor]:
-        return [p for adapters in self._adapters for adapter in adapters.all_adapters() for p in adapter.parameters]
+    def _all_adapters(self) -> list[LowRank]:
+        return [adapter for adapters in self._adapters for adapter in adapters.all_adapters()]
 
-    def _each(self, ctx: OperatorContext, values: Sequence[Tensor]) -> Iterator[tuple[Tensor, LowRank, Tensor | None]]:
-        """Yields every active adapter with the value of its linear, and with its dropout mask."""
-        by_linear = zip(values, self._adapters, strict=True)
-        pairs = [(value, adapter) for value, adapters in by_linear for adapter in adapters.adapters()]
+    def _of_adapters(self) -> list[Tensor]:
+        return [parameter for adapter in self._all_adapters() for parameter in adapter.parameters]
+
+    def _magnitudes(self) -> list[Tensor]:
+        return [adapter.magnitude for adapter in self._all_adapters() if adapter.magnitude is not None]
+
+    def _without_norms(self, values: Tensors) -> tuple[Tensors, Tensor | None]:
+        """Returns values without the squared norms at their end, and the norms; None without any."""
+        return (values[:-1], row_norms(values[-1])) if self._takes_norms else (values, None)
+
+    def _below(self, ctx: OperatorContext, gradients: Sequence[Tensor], norms: Tensor | None) -> Sequence[Tensor]:
+        """Returns the gradients of the linears' own products, from the gradients of their outputs."""
+        if norms is None:
+            return gradients
+        below = list(gradients)
+        for place, _, adapter in self._active(ctx, gradients, norms):
+            below[place] = adapter.below(below[place])
+        return below
+
+    def _each(
+        self, ctx: OperatorContext, values: Sequence[Tensor], norms: Tensor | None
+    ) -> Iterator[tuple[Tensor, LowRank | Dora, Tensor | None]]:
+        """Yields every active adapter with the rows of its linear's value, and with its dropout mask."""
+        active = list(self._active(ctx, values, norms))
         tokens = values[0].numel() // values[0].shape[-1]
-        drawn = dropout_masks(ctx, [adapter for _, adapter in pairs], tokens, values[0].device)
-        yield from ((value, adapter, mask) for (value, adapter), mask in zip(pairs, drawn, strict=True))
+        drawn = dropout_masks(ctx, [low_rank for _, low_rank, _ in active], tokens, values[0].device)
+        yield from ((_rows(values[place]), each, mask) for (place, _, each), mask in zip(active, drawn, strict=True))
+
+    def _active(
+        self, ctx: OperatorContext, values: Sequence[Tensor], norms: Tensor | None
+    ) -> Iterator[tuple[int, LowRank, LowRank | Dora]]:
+        """Yields every active adapter after the place of its linear, and then what adds it to the linear."""
+        parts = () if norms is None else norms.split([value.shape[-1] for value in values])
+        for place, (linear, adapters) in enumerate(zip(self.linears, self._adapters, strict=True)):
+            for adapter in adapters.adapters():
+                if adapter.magnitude is None:
+                    yield place, adapter, adapter
+                    continue
+                matrix = partial(self._matrix_of, ctx, place, values[place].dtype)
+                dora = Dora(adapter, parts[place], linear.weight, matrix, self.transposed, linear.bias)
+                yield place, adapter, dora
+
+    def _matrix_of(self, ctx: OperatorContext, place: int, dtype: torch.dtype) -> Tensor:
+        """Returns the matrix of a linear [features_out, features_in] for a value in a type."""
+        gemms = self._gemms(ctx, dtype)
+        gemm = gemms[place] if len(gemms) == len(self.linears) else gemms[0]
+        matrix = self._matrix(ctx, gemm, gemm.dtype(ctx, dtype))
+        return matrix if len(gemm.sizes) == 1 else matrix.split(gemm.sizes)[place]
 
     def _matrix(self, ctx: OperatorContext, gemm: _Gemm, dtype: torch.dtype, is_backward: bool = False) -> Tensor:
         """[features_out, features_in]."""

@@ -29,6 +29,8 @@ class LowRank:
         up: [features out, rank].
         bias: of `up`.
         dropout: the probability.
+        magnitude: the trained lengths of rows [features out] (DoRA), see `hf_helix.operators.linears.dora`; None for
+            plain LoRA.
     """
 
     down: Tensor
@@ -36,10 +38,11 @@ class LowRank:
     bias: Tensor | None
     scaling: float
     dropout: float = 0.0
+    magnitude: Tensor | None = None
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        return tuple(p for p in (self.down, self.up, self.bias) if p is not None)
+        return tuple(p for p in (self.down, self.up, self.bias, self.magnitude) if p is not None)
 
     def dtype(self, ctx: OperatorContext) -> torch.dtype:
         """Returns the type of the adapter's computation: as in PEFT the type of its weights, unless there is
@@ -57,10 +60,14 @@ class LowRank:
             adds_bias: see `Linear`.
         """
         dtype = self.dtype(ctx)
-        low = self._between(_masked(rows.to(dtype), mask), ctx)
+        low = self._between(masked(rows.to(dtype), mask), ctx)
         add_product(total, low, ctx.precision.weights.of((self.up,), dtype).t())
         if self.bias is not None and adds_bias:
             total.add_(ctx.precision.weights.of((self.bias,), dtype), alpha=self.scaling)
+
+    def below(self, gradient: Tensor) -> Tensor:
+        """Returns the gradient of the linear's own product, from the gradient of its output."""
+        return gradient
 
     def add_input_gradient(self, total: Tensor, gradient: Tensor, ctx: OperatorContext, mask: Tensor | None) -> None:
         """Adds the adapter's part to the gradient of the linear's input.
@@ -86,7 +93,7 @@ class LowRank:
             ctx: see `add`.
             mask: see `add`.
         """
-        rows = _masked(rows.to(self.dtype(ctx)), mask)
+        rows = masked(rows.to(self.dtype(ctx)), mask)
         if self.up.requires_grad:
             add_to_gradients((self.up,), gradient.to(rows.dtype).t(), self._between(rows, ctx))
         if self.bias is not None and self.bias.requires_grad:
@@ -131,5 +138,6 @@ def dropout_masks(
         yield mask
 
 
-def _masked(rows: Tensor, mask: Tensor | None) -> Tensor:
+def masked(rows: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns rows after dropout."""
     return rows if mask is None else rows * mask

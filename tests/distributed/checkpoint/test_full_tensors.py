@@ -51,6 +51,8 @@ def full_of(folder: str, helix: dict[str, Any], model: dict[str, Any], reader: i
         (EP, {"family": "mixtral", "lora": ROUTERS}),
         (PP, {**BF16, **TIED, "lora": {}}),
         slow(TP, {"family": "qwen2", **BF16, "lora": BIASES}),
+        slow(TP, {"family": "gpt2", "lora": {"target_modules": ["c_attn", "wte"], "use_dora": True}}),
+        slow(TP, {"family": "qwen2", **BF16, "lora": {"target_modules": ["q_proj", "down_proj"], "use_dora": True}}),
         slow(TP, {"family": "gpt2", "lora": {"target_modules": ["c_attn", "c_proj", "wte"]}}),
         slow(TP, {"family": "mixtral", **BF16, "lora": ROUTERS}),
         slow(

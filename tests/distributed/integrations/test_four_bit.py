@@ -52,6 +52,8 @@ CASES = [
     slow({"shard_parameters": True}, 2, {}, 1),
     slow({"shard_optimizer": True}, 2, {}, 1),
     slow({**TP, **PP}, 1, {}, 1),
+    slow(TP, 1, {"lora": {"use_dora": True}}, 10),
+    slow({"shard_parameters": True}, 2, {"lora": {"use_dora": True}}, 10),
     slow(TP, 1, {"quantization": {"bnb_4bit_quant_type": "fp4", "bnb_4bit_quant_storage": torch.bfloat16}}, 10),
     slow(TP, 1, {"loaded_as": "bfloat16", "prepared": True}, 10),
     slow(TP, 1, {"of": "gpt2", "n_inner": 256, "lora": {"target_modules": ["c_attn", "c_proj", "c_fc"]}}, 10),

@@ -18,6 +18,7 @@ from peft import (
     PromptTuningConfig,
     VeraConfig,
     get_peft_model,
+    initialize_lora_eva_weights,
 )
 from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file
@@ -92,6 +93,18 @@ def train_by_lora_plus(folder: str, helix: dict[str, Any] | None, model: dict[st
     optimizer = create_loraplus_optimizer(made, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=4)
     with mock.patch("support.jobs.tiny", return_value=made):
         return jobs.train(folder, helix, optimizers=(optimizer, None), **options)
+
+
+def train_initialised(folder: str, helix: dict[str, Any] | None, kind: str, **options: Any) -> Any:
+    """As `jobs.train`, with adapters that PEFT makes of the model's weights, or of its values on some tokens."""
+    made, ids = tiny(num_hidden_layers=4), torch.arange(3, 75).view(2, 36)
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", init_lora_weights=kind)
+    made = get_peft_model(made, config)
+    if kind == "eva":
+        batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
+        initialize_lora_eva_weights(made, batches, gather_distributed_inputs=False, show_progress_bar=False)
+    with mock.patch("support.jobs.tiny", return_value=made):
+        return jobs.train(folder, helix, **options)
 
 
 # -- the tests --------------------------------------------------------------------------------------------------------
@@ -304,13 +317,47 @@ def test_training_equals_the_stock_trainer(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("helix", [TP, {"ep_size": 2, "shard_optimizer": True}], ids=str)
-def test_lora_plus(helix: dict[str, Any], cluster_of: Any, stock: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("helix", "model"),
+    [
+        (TP, {"family": "mixtral", "lora": {}}),
+        (PP, {"lora": {"target_modules": ["embed_tokens", "q_proj"]}}),
+        (TP, {"lora": {"target_modules": ["o_proj", "q_proj"], "use_dora": True}}),
+        ({"ep_size": 2, "shard_optimizer": True}, {"family": "mixtral", "lora": {}}),
+    ],
+    ids=str,
+)
+def test_lora_plus(helix: dict[str, Any], model: dict[str, Any], cluster_of: Any, stock: Any, tmp_path: Path) -> None:
     """PEFT's optimizer with groups of parameters, made before the model is cut."""
-    job = {"model": {"family": "mixtral", "num_hidden_layers": 3, "lora": {}}, "training": {"max_steps": 4}}
-    expected, theirs = stock(train_by_lora_plus, 1 if helix is TP else 2, **job)
+    job = {"model": {"num_hidden_layers": 4, **model}, "training": {"max_steps": 4}}
+    expected, theirs = stock(train_by_lora_plus, 2 if "ep_size" in helix else 1, **job)
     for result in cluster_of(2).run(train_by_lora_plus, folder=str(tmp_path), helix={**helix, **GREEDY}, **job):
         compare_runs(result, expected, steps=4)
+    compare_adapters(tmp_path, Path(theirs))
+
+
+@pytest.mark.parametrize(
+    ("kind", "helix"),
+    [
+        ("olora", PP),
+        slow("olora", TP),
+        slow("pissa", PP),
+        slow("pissa_niter_4", TP),
+        slow("eva", TP),
+        slow("eva", PP),
+        slow("orthogonal", TP),
+        slow("gaussian", {"shard_parameters": True}),
+    ],
+    ids=str,
+)
+def test_adapters_that_peft_makes_of_weights_or_values(
+    kind: str, helix: dict[str, Any], cluster_of: Any, stock: Any, tmp_path: Path
+) -> None:
+    """PEFT reads, and some kinds change, the weights of the model before it is cut."""
+    job = {"kind": kind, "training": {"max_steps": 3}}
+    expected, theirs = stock(train_initialised, 2 if "shard_parameters" in helix else 1, **job)
+    for result in cluster_of(2).run(train_initialised, folder=str(tmp_path), helix={**helix, **GREEDY}, **job):
+        compare_runs(result, expected, steps=3)
     compare_adapters(tmp_path, Path(theirs))
 
 
@@ -399,7 +446,6 @@ def refused(model: Any, folder: Path, *words: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"use_dora": True}, ["use_dora=True", "use_dora=False"]),
         ({"alora_invocation_tokens": [5, 6]}, ["alora_invocation_tokens=[5, 6]", "leave it out"]),
         ({"trainable_token_indices": [1, 2]}, ["trainable_token_indices", "modules_to_save=['embed_tokens']"]),
         ({"layer_replication": [(0, 2), (1, 3)]}, ["layer_replication", "leave it out"]),

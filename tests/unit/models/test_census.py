@@ -25,6 +25,7 @@ CLASSES = {
     "LlamaForCausalLM": {"tp2": Finding(PROVEN), "pp2": Finding(PROVEN), "cp2": Finding(PROVEN)},
     "Gemma2ForCausalLM": {"tp2": Finding(PROVEN), "pp2": Finding(FAILED, "loss 2.0e-01"), "cp2": Finding(PROVEN)},
     "LlamaForCausalLM[tied=True]": {"tp2": Finding(PROVEN), "pp2": Finding(PROVEN)},
+    "MixtralForCausalLM[LoRA on experts]": {"tp2": Finding(PROVEN), "ep2": Finding(PROVEN)},
     "MambaForCausalLM": {"tp2": Finding(REFUSED, 'it has "no" attention'), "pp2": Finding(REFUSED, "likewise")},
 }
 
@@ -63,6 +64,7 @@ def test_the_command_prints_every_class_and_why_it_is_refused(
     assert "Gemma2ForCausalLM                  tp2 cp2 proven; pp2 failed: loss 2.0e-01\n" in out
     assert out.index("Gemma2ForCausalLM") < out.index('tp2 refused: it has "no" attention; pp2 refused: likewise')
     assert f"1 of 3 causal-LM classes of Transformers {VERSIONS['transformers']} are proven at tp2 and pp2" in out
+    assert "tp2 and pp2, and LoRA on the experts of 1 mixtures at tp2 and ep2 (torch" in out
 
 
 def test_the_command_prints_the_classes_of_a_name(shipped: Path, capsys: pytest.CaptureFixture[str]) -> None:
