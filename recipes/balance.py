@@ -98,13 +98,13 @@ def main() -> None:
 
 
 def tiny() -> DeepseekV3Config:
-    """A DeepSeek-V3 with two layers of eight experts."""
+    """A DeepSeek-V3 with three layers of eight experts."""
     return DeepseekV3Config(
         vocab_size=512,
         hidden_size=64,
         intermediate_size=128,
         moe_intermediate_size=48,
-        num_hidden_layers=3,
+        num_hidden_layers=4,
         first_k_dense_replace=1,
         num_attention_heads=4,
         num_key_value_heads=4,

@@ -69,10 +69,10 @@ def follow(folder: str, layout: str = "", plan: str = "greedy") -> dict[str, Any
 @pytest.mark.parametrize(
     ("layout", "plan"),
     [
-        ("tp2", "greedy"),
+        ("pp2", "greedy"),
         ("ep2", "greedy"),
         slow("pp2", "auto"),
-        *(slow(layout, "greedy") for layout in ("pp2", "cp2", "dp2", "shard_parameters")),
+        *(slow(layout, "greedy") for layout in ("tp2", "cp2", "dp2", "shard_parameters")),
     ],
 )
 def test_biases_move_as_in_the_stock_trainer(layout: str, plan: str, cluster_of: Any, tmp_path: Path) -> None:
