@@ -118,6 +118,7 @@ def tiny() -> DeepseekV3Config:
         qk_nope_head_dim=16,
         v_head_dim=16,
         max_position_embeddings=512,
+        initializer_range=0.1,  # routers that prefer some experts
     )
 
 

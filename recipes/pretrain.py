@@ -145,7 +145,10 @@ def main() -> None:
     if recipe.trace:
         trainer.trace(recipe.trace)
     trainer.save_model()
-    trainer.create_model_card(**card_of(recipe.text))
+    name = recipe.model_name_or_path
+    trainer.create_model_card(
+        **card_of(recipe.text), finetuned_from=(Path(name).name if Path(name).is_dir() else name) or None
+    )
     if trainer.is_world_process_zero():
         print(f"\nloss on held-out text: {metrics['eval_loss']:.3f}")
         print(f"checkpoint: {args.output_dir}")
