@@ -12,12 +12,15 @@ not count. The studies:
             allocator keeps freed memory, as that of a GPU does: otherwise the kernel maps the logits anew each time
     sft     TRL's SFTTrainer of a mixture under the mixin beside HelixTrainer with its built-in loss; both with the loss
             of routers, of which SFTTrainer takes the mean over micro-batches
+    dpo     TRL's DPOTrainer under the mixin beside HelixTrainer with its built-in loss on as many rows; the seconds of
+            the reference's forward pass do not count
     generate  tokens of the cut model's own `generate` beside those of the stock model on one process
     memory  a step of TRL's DPOTrainer with its chunked head, under the mixin beside the stock one on one process
 
     python -m benchmarks.trainers stock
     python -m benchmarks.trainers loss --tp_size 2
     python -m benchmarks.trainers sft --ep_size 2
+    python -m benchmarks.trainers dpo --tp_size 2
     python -m benchmarks.trainers generate --tp_size 2 --new_tokens 32
     python -m benchmarks.trainers memory --tp_size 2 --vocabulary 128256
 """
@@ -29,7 +32,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +53,7 @@ from benchmarks.common import add_outputs, columns, facts, llama, options_of, sa
 from benchmarks.ranks import Ranks
 from hf_helix import HelixConfig, HelixTrainer, HelixTrainerMixin
 
-TARGETS = {"stock": 1.10, "loss": 1.03, "sft": 1.03, "memory": 1.0}
+TARGETS = {"stock": 1.10, "loss": 1.03, "sft": 1.03, "dpo": 1.03, "memory": 1.0}
 """At most so many times what stands first in the table."""
 
 STOCK, HELIX = "transformers.Trainer", "HelixTrainer"
@@ -119,13 +122,28 @@ class RandomTokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
 class StepTimer(TrainerCallback):
     """Seconds from the end of one optimizer step to the end of the next."""
 
+    def __init__(self) -> None:
+        self.aside = [0.0, 0.0]
+
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self.ends: list[float] = []
         self.used: list[float] = []
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.ends.append(time.perf_counter())
-        self.used.append(time.process_time())
+        self.ends.append(time.perf_counter() - self.aside[0])
+        self.used.append(time.process_time() - self.aside[1])
+
+    def leave_out(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function whose seconds do not count."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start, used = time.perf_counter(), time.process_time()
+            result = function(*args, **kwargs)
+            self.aside[0] += time.perf_counter() - start
+            self.aside[1] += time.process_time() - used
+            return result
+
+        return timed
 
     @property
     def seconds(self) -> float:
@@ -212,11 +230,41 @@ def make_sft(model: Any, sizes: Any, folder: str, helix: HelixConfig) -> Trainer
     return trainer
 
 
-def few_words() -> Any:
-    """Returns a tokenizer of five words."""
+def make_dpo(sizes: Any, folder: str, helix: HelixConfig) -> Trainer:
+    """Returns TRL's trainer of preferences under the mixin, with rows as many and as long as those of
+    `make_trainer`."""
+    import trl
+    from datasets import Dataset
+
+    kind = type("Made", (HelixTrainerMixin, trl.DPOTrainer), {})
+    batch = {"per_device_train_batch_size": sizes.batch // 2, "gradient_accumulation_steps": sizes.accumulation}
+    usual = {"optim": "adamw_torch_fused", "learning_rate": 1e-4, "save_strategy": "no", "logging_strategy": "no"}
+    quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+    args = trl.DPOConfig(folder, max_steps=sizes.steps + 1, max_length=sizes.sequence, **batch, **usual, **quiet)
+    count = sizes.batch * sizes.accumulation * args.max_steps * sizes.ep_size
+    rows = RandomTokens(count, sizes.sequence, sizes.vocabulary).tokens
+    half = sizes.sequence // 2
+    texts = [" ".join(f"w{each}" for each in row) + " " for row in rows[:, :half].tolist()]
+    names = "prompt", "chosen", "rejected"
+    data = Dataset.from_list([dict(zip(names, (a, b, a), strict=True)) for a, b in itertools.pairwise(texts)][::2])
+    model, tokenizer = made_of(sizes), few_words([f"w{number}" for number in range(2, sizes.vocabulary)])
+    given: dict[str, Any] = {"model": model, "ref_model": copy.deepcopy(model), "processing_class": tokenizer}
+    trainer = kind(args=args, train_dataset=data, helix_config=helix, **given)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def made_of(sizes: Any) -> Any:
+    """Returns a mixture for experts on ranks, otherwise a Llama."""
+    return make_mixture(sizes, 0.02) if sizes.ep_size > 1 else make_model(sizes)
+
+
+def few_words(more: Sequence[str] = ("a", "b", "c")) -> Any:
+    """Returns a tokenizer of some words, and two for the padding and the end."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2, "b": 3, "c": 4}, unk_token="<pad>"))
+    numbers = {word: number for number, word in enumerate(("<pad>", "<eos>", *more))}
+    words = Tokenizer(models.WordLevel(numbers, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 
@@ -245,6 +293,15 @@ def compare_sft(options: argparse.Namespace) -> tuple[str, Any]:
     return compare(makers, options)
 
 
+def compare_dpo(options: argparse.Namespace) -> tuple[str, Any]:
+    helix = HelixConfig(tp_size=options.tp_size, ep_size=options.ep_size, pp_size=options.pp_size, plan="greedy")
+    makers: dict[str, Maker] = {
+        "built-in loss": lambda folder: make_trainer(made_of(options), options, folder, helix, use_cpu=True),
+        "DPOTrainer with the mixin": lambda folder: make_dpo(options, folder, helix),
+    }
+    return compare(makers, options)
+
+
 def compare_losses(options: argparse.Namespace) -> tuple[str, Any]:
     def next_token(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
         return ForCausalLMLoss(outputs.logits, labels, outputs.logits.shape[-1], num_items_in_batch)
@@ -267,6 +324,8 @@ def compare(kinds: Mapping[str, Maker], options: argparse.Namespace) -> tuple[st
         timers = {name: StepTimer() for name in kinds}
         for name, timer in timers.items():
             trainers[name].add_callback(timer)
+            if getattr(trainers[name], "ref_model", None) is not None:
+                trainers[name].ref_model.forward = timer.leave_out(trainers[name].ref_model.forward)
         for number in range(options.warmup_rounds + options.rounds):
             order = list(kinds) if number % 2 == 0 else list(reversed(kinds))
             losses = {name: trainers[name].train().training_loss for name in order}
@@ -404,6 +463,7 @@ STUDIES: Mapping[str, Callable[[argparse.Namespace], tuple[str, Any]]] = {
     "stock": compare_with_stock,
     "loss": compare_losses,
     "sft": compare_sft,
+    "dpo": compare_dpo,
     "generate": compare_generation,
     "memory": compare_memory,
 }

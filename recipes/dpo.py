@@ -70,7 +70,7 @@ def read_preferences(name: str | None, split: str = "train") -> Dataset:
     """Prompts, each with a chosen and a rejected completion."""
     if name:
         return load_dataset(name, split=split)
-    texts = {row["prompt"]: row["completion"][:80] for row in read_pairs("")}
+    texts = {row["prompt"]: row["completion"][:80] for row in read_pairs()}
     rows = [{"prompt": name, "chosen": text, "rejected": text.upper()} for name, text in texts.items()]
     return Dataset.from_list(rows)
 
@@ -81,7 +81,7 @@ def make_tiny(args: TrainingArguments, model: str = "tiny-llama") -> str:
     config = read_config(str(MODELS / model), "")
     with args.main_process_first(local=False):  # one writes for all machines
         if args.process_index == 0:
-            pairs = read_pairs("")
+            pairs = read_pairs()
             make_tokenizer([*pairs["prompt"], *pairs["completion"]], config.vocab_size, folder)
             AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return str(folder)

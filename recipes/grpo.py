@@ -74,7 +74,7 @@ def share_of_e(completions: list[str], **kwargs: Any) -> list[float]:
 
 
 def read_prompts(name: str | None, split: str) -> Dataset:
-    return load_dataset(name, split=split) if name else read_pairs("").select_columns(["prompt"])
+    return load_dataset(name, split=split) if name else read_pairs().select_columns(["prompt"])
 
 
 if __name__ == "__main__":

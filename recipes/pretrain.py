@@ -1,15 +1,20 @@
-"""Pretrain a causal language model from random weights over several ranks, communication behind computation.
+"""Pretrain a causal language model from random weights, or one that you have further, over several ranks,
+communication behind computation.
 
     accelerate launch --config_file accelerate_configs/cpu_tp2.yaml recipes/pretrain.py
     accelerate launch --config_file accelerate_configs/gpu_tp2.yaml recipes/pretrain.py --text corpus.jsonl
     accelerate launch --config_file accelerate_configs/gpu_tp2.yaml recipes/pretrain.py --config_name Qwen/Qwen3-8B
+    accelerate launch --config_file accelerate_configs/cpu_tp2.yaml recipes/pretrain.py --model_name_or_path runs/demo
     accelerate launch --config_file accelerate_configs/cpu_tp2.yaml recipes/pretrain.py --link 300mbit
 
-In:   the configuration of a model (`recipes/models` has some), a text, and the layout in the launcher's YAML.
+In:   the configuration of a model (`recipes/models` has some), or a model with its tokenizer; a text, and the layout in
+      the launcher's YAML.
 Out:  an ordinary Hugging Face checkpoint with its tokenizer and model card; a scorecard of the overlap, and
       with `--link` what it gains on an emulated link.
 Must hold: nothing is downloaded unless it is named. The text is Python's own documentation and the tokenizer is trained
-on it, unless `--text` and `--tokenizer_name` say otherwise.
+on it, unless `--text`, `--tokenizer_name` or a model say otherwise. No rank holds a whole model before the end: random
+weights are drawn, and weights of a checkpoint read, slice by slice. At the end a model trained from random weights is
+loaded back.
 
 Every field of TrainingArguments is a flag, too. With `--save_strategy steps` a run that is started again goes on from
 its last checkpoint.
@@ -24,6 +29,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset, load_dataset, load_from_disk
+from huggingface_hub import snapshot_download
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -40,6 +46,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_helix import HelixTrainer
+from hf_helix.checkpoint.load import build_on_meta
 from hf_helix.integrations.accelerate.launcher import resolve_config
 from hf_helix.report.comparison import format_comparison, save_comparison, text_of
 from hf_helix.tuning.candidates import Comparison
@@ -52,6 +59,9 @@ MODELS = Path(__file__).parent / "models"
 class RecipeArguments:
     """What to train, and on what."""
 
+    model_name_or_path: str = field(
+        default="", metadata={"help": "a model to train further, with its tokenizer: a folder, or a name on the Hub"}
+    )
     config_name: str = field(
         default=str(MODELS / "llama-5m"),
         metadata={"help": "a model's configuration: a folder, a file or a name; default: recipes/models/llama-5m"},
@@ -107,10 +117,11 @@ def main() -> None:
     if recipe.link:
         helix = replace(helix, link=recipe.link, tuning_share=1.0)  # the gain is what it is about
 
-    config = read_config(recipe.config_name, recipe.config_overrides)
+    folder = checkpoint_of(recipe, args)
+    config = read_config(folder or recipe.config_name, recipe.config_overrides)
     documents = read_documents(recipe.text, recipe.text_column)
-    if recipe.tokenizer_name:
-        tokenizer = AutoTokenizer.from_pretrained(recipe.tokenizer_name)
+    if recipe.tokenizer_name or folder:
+        tokenizer = AutoTokenizer.from_pretrained(recipe.tokenizer_name or folder)
     else:
         with args.main_process_first(local=False):  # one writes for all machines
             tokenizer = make_tokenizer(documents, config.vocab_size, Path(args.output_dir, "tokenizer"))
@@ -118,7 +129,8 @@ def main() -> None:
     training, held_out = split(pack(documents, tokenizer, recipe.sequence_length))
 
     trainer = HelixTrainer(
-        model=make_model(config, tokenizer),
+        model=build_on_meta(folder, torch.float32) if folder else make_model(config, tokenizer),
+        weights=folder or None,
         args=args,
         train_dataset=training,
         eval_dataset=held_out,
@@ -133,12 +145,16 @@ def main() -> None:
     if recipe.trace:
         trainer.trace(recipe.trace)
     trainer.save_model()
-    trainer.create_model_card(**card_of(recipe.text))
+    name = recipe.model_name_or_path
+    trainer.create_model_card(
+        **card_of(recipe.text), finetuned_from=(Path(name).name if Path(name).is_dir() else name) or None
+    )
     if trainer.is_world_process_zero():
         print(f"\nloss on held-out text: {metrics['eval_loss']:.3f}")
         print(f"checkpoint: {args.output_dir}")
-        loaded = AutoModelForCausalLM.from_pretrained(args.output_dir)  # as anybody would load it
-        print(f"loaded back, it writes: {generate(loaded, args.output_dir, recipe.prompt)!r}\n")
+        if not folder:
+            loaded = AutoModelForCausalLM.from_pretrained(args.output_dir)  # as anybody would load it
+            print(f"loaded back, it writes: {generate(loaded, args.output_dir, recipe.prompt)!r}\n")
         if overlap is not None:
             print(format_scorecard(overlap, trainer.plan.rule))
         if compared is not None:
@@ -161,6 +177,20 @@ def show_gain(compared: Comparison, folder: str) -> None:
 def has_checkpoint(args: TrainingArguments) -> bool:
     """Whether an earlier start of this run has left something to go on from, as after a restart by torchrun."""
     return not args.save_only_model and Path(args.output_dir).is_dir() and bool(get_last_checkpoint(args.output_dir))
+
+
+def checkpoint_of(recipe: RecipeArguments, args: TrainingArguments) -> str:
+    """The folder of the model to train further, downloaded once for each machine if need be; empty for none."""
+    name = recipe.model_name_or_path
+    if name and recipe.config_overrides:
+        raise ValueError(
+            f"--model_name_or_path {name} has its own configuration; leave --config_overrides out, or give "
+            "--config_name in its place and train from random weights"
+        )
+    if not name or Path(name).is_dir():
+        return name
+    with args.main_process_first():
+        return snapshot_download(name)
 
 
 def reachable(name: str) -> str:

@@ -1,6 +1,7 @@
 """Recipes: model configurations have the shapes they are named for, layouts fit them, and pages say what there is."""
 
 import importlib.util
+import json
 import re
 import sys
 from functools import cache
@@ -186,11 +187,15 @@ def test_the_papers_batch_on_the_papers_machines(path: Path):
 
 @pytest.fixture(scope="module")
 def pretrain() -> Any:
-    spec = importlib.util.spec_from_file_location("pretrain", ROOT / "recipes" / "pretrain.py")
+    return recipe_module("pretrain")
+
+
+def recipe_module(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["pretrain"] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look their module up, and recipes each other
     spec.loader.exec_module(module)
     return module
 
@@ -210,6 +215,26 @@ def test_sizes_that_do_not_fit_are_refused(pretrain: Any):
         pretrain.check_sizes(config, 513, 512)
     with pytest.raises(ValueError, match="use --config_overrides max_position_embeddings=513, or shorter"):
         pretrain.check_sizes(config, 512, 513)
+
+
+def test_what_a_trained_model_says_itself_is_refused(pretrain: Any):
+    recipe = pretrain.RecipeArguments(model_name_or_path=str(MODELS / "tiny-llama"))
+    assert pretrain.checkpoint_of(recipe, None) == recipe.model_name_or_path
+    recipe.config_overrides = "num_hidden_layers=2"
+    with pytest.raises(ValueError, match="has its own configuration; leave --config_overrides out"):
+        pretrain.checkpoint_of(recipe, None)
+
+
+def test_lines_of_another_kind_are_refused(pretrain: Any, tmp_path: Path):
+    sft = recipe_module("sft")
+    chat = {"messages": sft.chat_of({"prompt": "What?\n", "completion": "That."}), "source": "here"}
+    for name, row in (("chats", chat), ("texts", {"text": "That."})):
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n")
+    rows = sft.read_rows(str(tmp_path / "chats.jsonl"))
+    assert rows.column_names == ["messages"]
+    assert sft.texts_of(rows[0]) == ["What?", "That."]
+    with pytest.raises(ValueError, match=r"lines with text, and completion, prompt is missing: give lines \{"):
+        sft.read_rows(str(tmp_path / "texts.jsonl"))
 
 
 def test_a_model_of_the_hub_has_its_shape_from_a_folder_without_the_hub(pretrain: Any, capsys: Any):

@@ -6,6 +6,7 @@ window_checks     what ranks compare, and what is refused, before windows
 session           windows, tuning, evaluation
 weights           norms, clipping, full tensors, the optimizer's shards, checkpoints
 diagnostics       measurements: the figures of the logs, overlap, comparisons, memory, traces
+routers           the counts of routers, for the logs and for scripts
 calls             calls of the model by a script, with arguments of each rank's own
 call_state        the state that such a call reads besides its arguments: adapters, modes, buffers
 mixed_types       parameters of several types, such as norms in fp32 in a model in bf16

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from hf_helix.engine.cut_model import CutModel
+from hf_helix.engine.routers import LOADS, RouterCounts, router_entries
 from hf_helix.engine.session import Session
 from hf_helix.measure.memory import peak_bytes
 from hf_helix.measure.overlap import Overlap, measure_overlap, trace_window
@@ -27,7 +28,6 @@ from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.microbatch import MicroBatch
-from hf_helix.runtime.rank_units import RankUnits
 from hf_helix.runtime.runner import measured
 from hf_helix.tuning.budget import BASELINE
 from hf_helix.tuning.candidates import PAPER, Comparison, compare
@@ -50,6 +50,7 @@ class Diagnostics:
         self._cut, self._session, self._live = cut, session, live
         self.overlap: Overlap | None = None
         self.figures: dict[str, float] = {}
+        self._routers = RouterCounts(session.runner.rank_units, cut.mesh)
 
     def measure_overlap(self, repeats: int = 5) -> Overlap:
         """Measures the communication that the plan hides, on the last trained window. Collective.
@@ -117,55 +118,20 @@ class Diagnostics:
         tuning = self._session.tuner.result
         tuned = tuning.overlaps[tuning.chosen] if tuning else None
         capped = self._cut.config.expert_capacity_factor is not None
-        routers = router_entries(self._session.runner.rank_units, self._cut.mesh, capped)
-        others = {**routers, **self._session.looks.entries()}
+        others = {**router_entries(self._routers.read(), capped), **self._session.looks.entries()}
         self.figures = {**self._live.entries(self.overlap or tuned), **others}
         return self.figures if full else {**short_entries(self.figures), **others}
+
+    def expert_loads(self) -> list[Tensor]:
+        """Returns how many tokens each expert was chosen by since the last call [experts], for every router in the
+        order of layers; at the first call since the last log. Every token of training counts once, padding not.
+        Collective."""
+        agree_on_action("expert_loads() is called")
+        self._session.runner.executor.streams.synchronize()
+        return [sums[:-3] for sums in self._routers.read(LOADS)]
 
 
 def live_score(base: Any, mesh: Mesh) -> LiveScore:
     """Returns the counts for the logs, of a Transformers model before it is cut."""
     peak = peak_tflops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None
     return LiveScore(token_flops(base), world_size(), mesh.dp_size, peak)
-
-
-# -- routers --------------------------------------------------------------------------------------------------------
-
-
-def router_entries(rank_units: RankUnits, mesh: Mesh, capped: bool) -> dict[str, float]:
-    """Returns the figures of routers since the last log, as means over layers; each token counts once. Collective.
-
-    Args:
-        capped: whether experts drop tokens beyond their capacity.
-
-    Returns:
-        Nothing if the model has no routers; otherwise
-        `helix/router_z`: mean of the squared log-sum-exp of a token's logits (the z-loss of ST-MoE without its factor),
-        if the logits of every layer are known;
-        `helix/expert_imbalance`: the load of the busiest expert in parts of the mean load, 1 if all are equal;
-        `helix/dropped_tokens`: the share of dropped choices.
-    """
-    meters = [(index, meter) for index, unit in sorted(rank_units.all_units.items()) for meter in unit.meters]
-    if not meters:
-        return {}
-    held, sizes = rank_units.units, [meter.num_experts + 3 for _, meter in meters]
-    sums = torch.cat(
-        [
-            meter.read(mesh.device) if index in held else torch.zeros(size, device=mesh.device)
-            for (index, meter), size in zip(meters, sizes, strict=True)
-        ]
-    )
-    if world_size() > 1:
-        dist.all_reduce(sums)
-    loads, others = zip(*[(each[:-3], each[-3:]) for each in sums.split(sizes)], strict=True)
-    squares, tokens, dropped = torch.stack(others).unbind(1)
-    if not bool((tokens > 0).all()):
-        return {}
-    chosen = torch.stack([load.sum() for load in loads])
-    entries = {}
-    if not bool(squares.isnan().any()):
-        entries["helix/router_z"] = (squares / tokens).mean()
-    entries["helix/expert_imbalance"] = torch.stack([load.max() / load.mean() for load in loads]).mean()
-    if capped:
-        entries["helix/dropped_tokens"] = (dropped / chosen).mean()
-    return {name: round(float(value), 4) for name, value in entries.items()}

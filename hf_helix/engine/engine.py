@@ -239,6 +239,10 @@ class Engine:
         """See `Diagnostics.log_entries`."""
         return self.diagnostics.log_entries(full)
 
+    def expert_loads(self) -> list[Tensor]:
+        """See `Diagnostics.expert_loads`."""
+        return self.diagnostics.expert_loads()
+
     def measure_overlap(self, repeats: int = 5) -> Overlap:
         """See `Diagnostics.measure_overlap`."""
         return self.diagnostics.measure_overlap(repeats)

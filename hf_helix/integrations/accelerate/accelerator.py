@@ -281,6 +281,11 @@ def gather_samples(data: Any, mesh: Mesh, state: Any, as_objects: bool = False) 
     return recursively_apply(lambda tensor: _gather_rows(tensor, mesh)[:end], data)
 
 
+def gather_batches(data: Any, mesh: Mesh) -> Any:
+    """Gathers tensors over the data-parallel ranks, so that every batch is there once. Collective over these ranks."""
+    return recursively_apply(lambda tensor: _gather_rows(tensor, mesh), data)
+
+
 def _gather_rows(rows: Tensor, mesh: Mesh) -> Tensor:
     """Returns the rows of every data-parallel rank; a scalar is a row."""
     rows = rows[None] if rows.dim() == 0 else rows

@@ -51,6 +51,7 @@ from hf_helix.integrations.trainer.trl import (
     count_tokens_once,
     gathering_once,
     has_own_loss,
+    is_of_trl,
     is_online,
     is_read_by_slices,
     is_sft,
@@ -165,8 +166,8 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         count_tokens_once(self)
         if self._has_own_loss:
             self._cut(self.model)
-            if counts_once:
-                count_batches_once(self, ranks_per_batch)
+            if is_of_trl(type(self)) and ranks_per_batch > 1:
+                count_batches_once(self, self.helix.mesh)
             feed_rollouts(self, self.helix)
             if self.place_model_on_device:
                 self._move_model_to_device(self.model, self.args.device)

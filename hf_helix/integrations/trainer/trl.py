@@ -4,9 +4,10 @@ In:   the arguments of a trainer's constructor; the outputs of the cut model.
 Out:  the arguments as the class settles them; the figures of SFTTrainer's own `compute_loss`.
 Must hold: if the loss of SFTTrainer is the built-in one, `SFTTrainer.compute_loss`, which computes the same loss and
 figures for the logs, need not be called. The built-in loss, which is computed within the plan, is that of causal
-language models, and nothing else. Trainers that generate their data (GRPO, RLOO, distillation) slice a generation batch
-by processes, and gather rewards and figures over processes: the data-parallel ranks are these processes. Ranks that
-share a batch have the same slice and draw alike; figures count every batch once. TRL is not imported.
+language models, and nothing else. Classes with losses of their own gather figures over processes; those that generate
+their data (GRPO, RLOO, distillation) also slice a generation batch by processes: the data-parallel ranks are these
+processes. Ranks that share a batch have the same slice and draw alike; figures count every batch once. TRL is not
+imported.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainingArguments, set_seed
 
+from hf_helix.integrations.accelerate.accelerator import gather_batches
 from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall
 from hf_helix.models.derived.model_code import has_head_beside, has_stock_loss
 from hf_helix.models.graph.balance import balance_of
@@ -30,7 +32,7 @@ from hf_helix.models.registry import REGISTERED
 from hf_helix.models.stock.batch_inputs import count_targets
 from hf_helix.models.stock.causal_lm import has_causal_head
 from hf_helix.models.stock.peft import base_of
-from hf_helix.runtime.distributed.mesh import rank, world_size
+from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 
 _MODULE = "trl.trainer.sft_trainer"
 SFT_TRAINER = f"{_MODULE}.SFTTrainer"
@@ -214,6 +216,11 @@ _GATHERING = ("gather", "gather_object")
 _SIZE = "generation_batch_size"
 
 
+def is_of_trl(kind: type) -> bool:
+    """Returns whether a class of trainers is TRL's, or a subclass."""
+    return _class_of_trl(kind) is not None
+
+
 def is_online(kind: type) -> bool:
     """Returns whether a class of trainers generates its data."""
     return hasattr(kind, "_generate_and_score_completions")
@@ -241,10 +248,12 @@ def settle_generation(call: TrainerCall, ranks_per_batch: int) -> None:
     call.set("args", args)
 
 
-def count_batches_once(trainer: Any, ranks_per_batch: int) -> None:
-    """Makes data-parallel ranks the processes that a trainer sees, and seeds each like one."""
-    trainer.accelerator = _OnceEachBatch(trainer.accelerator, ranks_per_batch)
-    set_seed(trainer.args.seed + rank() // ranks_per_batch)  # as `set_seed(seed, device_specific=True)` does
+def count_batches_once(trainer: Any, mesh: Mesh) -> None:
+    """Makes data-parallel ranks the processes that a class of TRL sees; seeds each like one if it generates its
+    data."""
+    trainer.accelerator = _OnceEachBatch(trainer.accelerator, mesh)
+    if is_online(type(trainer)):
+        set_seed(trainer.args.seed + rank() // mesh.ranks_per_batch)  # as `set_seed(seed, device_specific=True)` does
 
 
 @contextlib.contextmanager
@@ -268,8 +277,8 @@ def gathering_once(ranks_per_batch: int, names: Sequence[str] = _MODULES) -> Ite
 class _OnceEachBatch:
     """An `Accelerator` whose processes are the data-parallel ranks; everything else is the Accelerator's own."""
 
-    def __init__(self, accelerator: Any, ranks_per_batch: int) -> None:
-        vars(self).update(stock=accelerator, ranks_per_batch=ranks_per_batch)
+    def __init__(self, accelerator: Any, mesh: Mesh) -> None:
+        vars(self).update(stock=accelerator, mesh=mesh)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stock, name)
@@ -280,16 +289,16 @@ class _OnceEachBatch:
     @property
     def num_processes(self) -> int:
         """The number of data-parallel ranks."""
-        return int(self.stock.num_processes) // self.ranks_per_batch
+        return int(self.stock.num_processes) // self.mesh.ranks_per_batch
 
     @property
     def process_index(self) -> int:
         """The data-parallel rank."""
-        return int(self.stock.process_index) // self.ranks_per_batch
+        return int(self.stock.process_index) // self.mesh.ranks_per_batch
 
     def gather(self, value: Any) -> Any:
-        """Returns the values of every batch once."""
-        return _gather_once(self.stock.gather, self.ranks_per_batch, value)
+        """Returns the values of every batch once, which takes no message if all ranks share one."""
+        return gather_batches(value, self.mesh)
 
 
 def _gather_once(gather: Callable[[Any], Any], ranks_per_batch: int, value: Any) -> Any:

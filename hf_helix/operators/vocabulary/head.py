@@ -12,7 +12,7 @@ evaluation, has whole logits, which predictions read.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -73,7 +73,13 @@ NO_SUMS = Sums()
 
 
 def tiles_of_head(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, rows: int, sums: Sums = NO_SUMS
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    rows: int,
+    sums: Sums = NO_SUMS,
+    kept: Sequence[Tensor] = (),
 ) -> Iterator[Tile]:
     """Yields tiles of at most `TOKENS` tokens; tiles of the same tokens in the order of their rows.
 
@@ -83,7 +89,9 @@ def tiles_of_head(
         dtype: of the products.
         rows: the most rows of a tile.
         sums: take the gradients.
+        kept: the products of all tiles, which stay as they are; computed if empty.
     """
+    known = iter(kept)
     for start in range(0, max(1, len(hidden)), TOKENS):
         tokens = slice(start, min(start + TOKENS, len(hidden)))
         values = hidden[tokens].to(dtype)
@@ -91,7 +99,8 @@ def tiles_of_head(
             place = slice(first, min(first + rows, len(weight)))
             matrix, added = weight[place].to(dtype), None if bias is None else bias[place].to(dtype)
             take = partial(sums.add, tokens, place, values, matrix)
-            yield Tile(number, tokens, first, functional.linear(values, matrix, added), take=take)
+            products = next(known) if kept else functional.linear(values, matrix, added)
+            yield Tile(number, tokens, first, products, torch.empty_like(products) if kept else None, take)
 
 
 class HeadInTiles:

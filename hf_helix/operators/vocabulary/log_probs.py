@@ -2,13 +2,14 @@
 
 In:   hidden states [..., hidden], equal on all ranks, and this rank's rows of the head.
 Out:  per token, equal on all ranks: what TRL's fused head (`add_fused_lm_head`) computes from the full head.
-Must hold: logits exist for one tile of tokens and rows at a time, in the type of the product; in fp32 for fewer. The
-ranks exchange at most seven numbers per token, and sum the gradient of the hidden states, in fp32.
+Must hold: logits exist for one tile of tokens and rows at a time, in the type of the product; in fp32 for fewer.
+Backward multiplies once more, unless all logits are as few as those of a usual tile. The ranks exchange at most seven
+numbers per token, and sum the gradient of the hidden states, in fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor
 
 from hf_helix.operators.communication.transport import Axis
-from hf_helix.operators.vocabulary.head import ROWS, Sums, tiles_of_head
-from hf_helix.operators.vocabulary.slices import VocabDivision, all_gathered, start_sum
+from hf_helix.operators.vocabulary.head import ROWS, TOKENS, Sums, tiles_of_head
+from hf_helix.operators.vocabulary.slices import VocabDivision, all_gather, start_sum
 from hf_helix.operators.vocabulary.statistics import (
     LOSS,
     PLAIN,
@@ -29,7 +30,7 @@ from hf_helix.operators.vocabulary.statistics import (
     entropies,
     gradient,
     hand_gradients,
-    join,
+    join_numbers,
     losses,
     statistics,
     statistics_of,
@@ -49,6 +50,7 @@ class HeadOptions:
         outputs: the figures wanted besides log-probabilities, of "entropy", "log_sum_sq_probs", "mean_logits" and
             "is_top1".
         rows: the most rows of the head in a tile.
+        kept: the most logits that are kept for backward.
     """
 
     temperature: float = 1.0
@@ -56,11 +58,17 @@ class HeadOptions:
     scale: float = 1.0
     outputs: tuple[str, ...] = ("log_probs",)
     rows: int = ROWS
+    kept: int = TOKENS * ROWS
 
     @property
     def wanted(self) -> tuple[int, ...]:
         """The numbers of the statistics that the outputs need."""
         return *LOSS, *(number for name, number in _NUMBERS.items() if name in self.outputs)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether logits are the products."""
+        return self.softcap is None and self.scale == self.temperature == 1.0
 
     def statistics(self, products: Tensor, ids: Tensor) -> Tensor:
         """Returns the statistics of the logits [3 to 7, tokens] of products [tokens, rows]."""
@@ -69,10 +77,13 @@ class HeadOptions:
     def of_products(self, products: Tensor, ids: Tensor, factors: Tensor) -> Tensor:
         """Returns the gradient of products [tokens, rows], in their type."""
         logits, slope = self._with_slope(products)
-        return gradient(logits, ids, factors).mul_(slope).to(products.dtype)
+        result = gradient(logits, ids, factors)
+        return (result if self._is_plain else result.mul_(slope)).to(products.dtype)
 
     def _with_slope(self, products: Tensor) -> tuple[Tensor, Tensor | float]:
         """Returns logits in fp32, and their derivative by the products."""
+        if self._is_plain:
+            return products.float(), 1.0
         logits, slope = products.float() * self.scale, self.scale / self.temperature
         if self.softcap is None:
             return logits.div_(self.temperature), slope
@@ -111,9 +122,10 @@ def vocab_log_probs(
         options: how logits are made, and the figures wanted.
     """
     ids = targets.reshape(-1) - VocabDivision(axis, length).bounds()[0]
-    local = _Statistics.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, ids, axis, options)
+    of_ranks = _Statistics.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, ids, axis, options)
+    numbers = [number for part in of_ranks for number in part.unbind(1)]
     with torch.autocast(hidden.device.type, enabled=False):
-        joined = [each.view(targets.shape) for each in join(all_gathered(local, axis))[0]]
+        joined = [each.view(targets.shape) for each in join_numbers(numbers)[0]]
         known, wanted = [each.detach() for each in joined], options.outputs
         return LogProbs(
             -losses(joined),
@@ -125,7 +137,8 @@ def vocab_log_probs(
 
 
 class _Statistics(torch.autograd.Function):
-    """Statistics of this rank's logits [3 to 7, tokens], from hidden states [tokens, hidden]."""
+    """Statistics of every rank's logits, from hidden states [tokens, hidden]: those of the loss [ranks, 3, tokens], and
+    the others [ranks, 0 to 4, tokens], whose gradient takes time only if somebody reads them."""
 
     @staticmethod
     def forward(
@@ -136,19 +149,22 @@ class _Statistics(torch.autograd.Function):
         ids: Tensor,
         axis: Axis,
         options: HeadOptions,
-    ) -> Tensor:
-        kind, parts = hidden.device.type, -(-len(weight) // options.rows)
+    ) -> tuple[Tensor, Tensor]:
+        kind, is_kept = hidden.device.type, len(hidden) * len(weight) <= options.kept
         ctx.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        ctx.axis, ctx.options = axis, options
+        ctx.axis, ctx.options, ctx.rows = axis, options, len(weight) if is_kept else options.rows
         with torch.autocast(kind, enabled=False):
-            tiles = tiles_of_head(hidden, weight, bias, ctx.dtype, options.rows)
-            joined, totals = statistics_of(tiles, ids, parts, options.statistics)
-        ctx.save_for_backward(hidden, weight, bias, ids, totals)
-        return joined
+            tiles: Iterable[Tile] = tiles_of_head(hidden, weight, bias, ctx.dtype, ctx.rows)
+            kept = [*tiles] if is_kept else []
+            joined, totals = statistics_of(kept or tiles, ids, -(-len(weight) // ctx.rows), options.statistics)
+        ctx.save_for_backward(hidden, weight, bias, ids, totals, *(tile.products for tile in kept))
+        ctx.set_materialize_grads(False)
+        of_ranks = all_gather(joined, axis)
+        return of_ranks[:, : len(LOSS)].clone(), of_ranks[:, len(LOSS) :].clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        hidden, weight, bias, ids, totals = ctx.saved_tensors
+        hidden, weight, bias, ids, totals, *kept = ctx.saved_tensors
         operands = hidden, weight, bias
         options, waits = ctx.options, list[Callable[[], object]]()
         made = [
@@ -157,12 +173,15 @@ class _Statistics(torch.autograd.Function):
         ]
 
         def tiles() -> Iterator[Tile]:
-            for tile in tiles_of_head(*operands, ctx.dtype, options.rows, Sums(*made)):
+            for tile in tiles_of_head(*operands, ctx.dtype, ctx.rows, Sums(*made), kept):
                 yield tile
-                if made[0] is not None and tile.first + options.rows >= len(weight):  # overlapped with the next
+                if made[0] is not None and tile.first + ctx.rows >= len(weight):  # overlapped with the next
                     waits.append(start_sum(made[0][tile.tokens], ctx.axis))
 
-        of_statistics = gradients[0][: 1 + WEIGHTED if WEIGHTED in options.wanted else len(LOSS)]
+        of_loss, of_others = (None if each is None else each[ctx.axis.rank] for each in gradients)
+        of_statistics = totals.new_zeros(len(LOSS), len(hidden)) if of_loss is None else of_loss
+        if of_others is not None and WEIGHTED in options.wanted:
+            of_statistics = torch.cat((of_statistics, of_others[:1]))
         with torch.autocast(hidden.device.type, enabled=False):
             hand_gradients(tiles(), ids, of_statistics, totals, options.of_products)
         for wait in waits:

@@ -140,7 +140,17 @@ def factors_of(of_statistics: Tensor, totals: Tensor) -> Tensor:
 def join(parts: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the statistics of all rows [numbers, ...] from the statistics of parts of the rows [parts, numbers, ...],
     in the order of the rows, and every part's TOTAL as it counts in the joined one [parts, ...]."""
-    maxima, totals, targets, *others = parts.unbind(1)
+    joined, totals = join_numbers(parts.unbind(1))
+    return torch.stack(joined), totals
+
+
+def join_numbers(numbers: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Returns what `join` does, each number by itself, and so without a gradient if nobody reads it.
+
+    Args:
+        numbers: the statistics of parts of the rows [parts, ...].
+    """
+    maxima, totals, targets, *others = numbers
     maxima = maxima.detach()
     maximum = maxima.amax(0)
     factors = (maxima - maximum).exp()
@@ -151,7 +161,7 @@ def join(parts: Tensor) -> tuple[Tensor, Tensor]:
             joined.append(values.gather(0, maxima.argmax(0, keepdim=True)).squeeze(0))
         else:
             joined.append((values * factors ** _SCALED[number]).sum(0))
-    return torch.stack(joined), totals
+    return joined, totals
 
 
 # -- of joined statistics [numbers, ...], per token ----------------------------------------------------------------

@@ -131,7 +131,8 @@ EXPERTS = "--tiny tiny-mixtral --use_peft --lora_target_modules all-linear"
 @pytest.mark.parametrize(
     ("script", "launch", "flags", "said"),
     [
-        ("sft.py", "cpu_tp2", ["--pairs", "pairs.jsonl"], "loss on held-out completions: "),
+        ("sft.py", "cpu_tp2", ["--train_file", "pairs.jsonl"], "loss on held-out completions: "),
+        ("sft.py", "cpu_tp2", ["--chat", "--assistant_only_loss"], "loss on held-out completions: "),
         ("sft.py", "cpu_pp2", ["--packing"], "loss on held-out completions: "),
         ("dpo.py", "cpu_pp2", [], "held-out pairs: loss "),
         ("dpo.py", "cpu_tp2", ["--use_peft"], "held-out pairs: loss "),
@@ -171,6 +172,32 @@ def test_adapters_of_a_trained_model(tmp_path: Path):
     assert (tmp_path / "adapters" / "adapter_model.safetensors").exists()
     assert not (tmp_path / "adapters" / "model.safetensors").exists()
     assert "hf_helix" in ModelCard.load(tmp_path / "adapters" / "README.md").data.tags
+
+
+@pytest.mark.slow
+def test_a_trained_model_is_trained_further(tmp_path: Path):
+    """What one recipe leaves another goes on with, and begins where the first has ended."""
+    flags = ["--config_name", str(MODELS / "tiny-llama"), *FEW_STEPS, "--logging_steps", "1"]
+    first = run_recipe(tmp_path, "cpu_tp2", *flags)
+    flags = ["--model_name_or_path", "out", "--text", "text.txt", *FEW_STEPS, "--logging_steps", "1"]
+    second = launched(tmp_path, "cpu_pp2", "pretrain.py", *flags, "--output_dir", "further")
+    before, after = (re.findall(r"'loss': '?([\d.]+)", said) for said in (first, second))
+    assert float(after[0]) < float(before[-1]) + 0.1
+    assert "loaded back" not in second  # rank 0 would hold the whole model
+    assert AutoConfig.from_pretrained(tmp_path / "further").architectures == ["LlamaForCausalLM"]
+    assert ModelCard.load(tmp_path / "further" / "README.md").data.base_model == "out"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", ["cpu_ep2", "cpu_tp2"])
+def test_experts_are_balanced(launch: str, tmp_path: Path):
+    """Without a loss: the busiest expert has less to do at last than at first."""
+    flags = ["--output_dir", "out", "--max_steps", "20", "--rate", "0.02", "--learning_rate", "3e-4"]
+    output = launched(tmp_path, launch, "balance.py", *flags)
+    (found,) = re.findall(r"mean load: (\S+) at first, (\S+) at last", output)
+    assert float(found[1]) < float(found[0]), output
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert f"`{launch}`" in row_of("(balance.py)")
 
 
 @pytest.mark.slow

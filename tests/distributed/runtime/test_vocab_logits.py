@@ -192,10 +192,13 @@ def _axis() -> Axis:
     return Axis(GlooTransport(dist.group.WORLD, dist.new_group()))
 
 
+ALL = ROWS * LENGTH * VOCABULARY
 FIGURES = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
-def _fused(dtype: torch.dtype, axis: Axis, outputs: tuple[str, ...] = FIGURES, **options: Any) -> dict[str, Tensor]:
+def _fused(
+    dtype: torch.dtype, axis: Axis, outputs: tuple[str, ...] = FIGURES, kept: int = 0, **options: Any
+) -> dict[str, Tensor]:
     """The fused head and gradients of what it gives: TRL's on one rank, ours on several."""
     values = _values(dtype)
     first, end = cut_bounds(VOCABULARY, axis.size, axis.rank)
@@ -205,7 +208,7 @@ def _fused(dtype: torch.dtype, axis: Axis, outputs: tuple[str, ...] = FIGURES, *
     targets = values.labels.flatten().clamp(min=0)
     targets[0] = (values.hidden.flatten(0, 1)[0] @ values.weight.t() + values.bias).argmax()
     if axis.size > 1:
-        head = HeadOptions(outputs=outputs, rows=23, **options)
+        head = HeadOptions(outputs=outputs, rows=23, kept=kept, **options)
         found = vocab_log_probs(hidden, weight, bias, targets, axis, VOCABULARY, head)
     else:
         found = ChunkedLogProbFunction.apply(hidden, weight, bias, targets, options["temperature"], 32,
@@ -268,7 +271,8 @@ def losses() -> dict[str, Any]:
             vocab_logits.gathers.clear()
             found[loss.__name__, kind] = _differences(_outcome(loss, dtype, axis), _outcome(loss, dtype, alone))
             assert bool(vocab_logits.gathers) == (loss in GATHERED), (loss, vocab_logits.gathers)
-        for options in ({}, {"softcap": None, "outputs": ("is_top1",)}):
+        plain = {"softcap": None, "scale": 1.0, "temperature": 1.0}
+        for options in ({}, {"kept": ALL}, {"softcap": None, "outputs": ("is_top1",)}, {"kept": ALL, **plain}, plain):
             found[f"fused {options}", kind] = _differences(
                 _fused(dtype, axis, **options), _fused(dtype, alone, **options)
             )
@@ -286,6 +290,6 @@ def losses() -> dict[str, Any]:
 
 def test_losses_and_the_fused_head_are_those_of_whole_logits(cluster_of: Callable[[int], Cluster]) -> None:
     for found in cluster_of(2).run(losses):
-        bounds = {"float32": 2e-6, "bfloat16": 6e-2}
+        bounds = {"float32": 5e-6, "bfloat16": 6e-2}
         far = {key: each for key, each in found.items() if not max(each.values()) <= bounds[key[1]]}
         assert not far, "\n".join(f"{key}: {each}" for key, each in far.items())

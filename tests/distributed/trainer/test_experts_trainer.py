@@ -16,7 +16,7 @@ from support.parity import compare_window
 from support.pipeline_jobs import batches_of, make, reference, runner_of, whole_gradients, window_of
 from torch import Tensor
 
-from hf_helix.engine.diagnostics import router_entries
+from hf_helix.engine.routers import RouterCounts, router_entries
 from hf_helix.runtime.microbatch import derive_seed
 
 # -- what the ranks run ------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def windows(
         window = window_of(trainer, 3, rows, lengths)
         losses = [loss.item() for loss in runner.train_window(window)]
         capped = trainer.helix_config.expert_capacity_factor is not None
-        entries = router_entries(runner.rank_units, trainer.helix.mesh, capped)
+        entries = router_entries(RouterCounts(runner.rank_units, trainer.helix.mesh).read(), capped)
         result.append({"losses": losses, "gradients": whole_gradients(trainer), "entries": entries})
         trainer.model.zero_grad()
     trainer.helix.runner.executor.streams.close()
