@@ -178,7 +178,8 @@ def case_of(row: Row, method: str) -> Case:
     """Returns the case of a row under a method: micro-batches of one sequence, and the optimizer in shards. The paper
     does not say so, but with all states on every rank most of its models do not fit."""
     rule, schedule = RULES[method]
-    return Case(row.sizes, 1, row.length, row.microbatches, rule, schedule, shard_optimizer=True)
+    options = {"plan": rule, "schedule": schedule, "shard_optimizer": True}
+    return Case.of(row.sizes, 1, row.length, row.microbatches, **options)
 
 
 def _with_nothing_beside(step: Step, amounts: Amounts, layout: Layout, cluster: Cluster) -> Step:

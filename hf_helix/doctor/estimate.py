@@ -208,7 +208,7 @@ def estimate_profile(amounts: Amounts, layout: Layout, case: Case, cluster: Clus
             f"file, or use --dtype with one of these"
         )
     axes = rings(cluster, case.sizes)
-    in_fp8 = _in_fp8(amounts, layout) if case.float8 and case.software.all_in_float8 else set()
+    in_fp8 = _in_fp8(amounts, layout) if case.config.float8 and case.software.all_in_float8 else set()
     times: dict[Name, float] = {}
     sent: dict[Name, int] = {}
     for name, op in named_operators(layout):

@@ -163,7 +163,7 @@ class Search:
     def run(self) -> Ranking:
         """Returns the layouts by speed, as found before if the question was asked before; none if nothing fits. Raises
         ValueError if the cluster has no rate for the type of matrix products, or the schedule is unknown."""
-        check_schedule(self.usual.schedule)
+        check_schedule(self.usual.config.schedule)
         step = self.batch_tokens, self.off, tuple(self.batches)
         question = "ranking", self.cluster, step, self.leading, self.layout, self.wanted
         return self.model.answer(question, self.usual, self._found, (Ranking, Dropped, RivalStep, *OF_STEPS))
@@ -176,7 +176,7 @@ class Search:
         found: list[Step | Dropped] = []
         rivals: list[RivalStep] = []
         self._leaders = Leaders(self.wanted) if self.wanted else None
-        self.model.prepare(replace(self.usual, sizes=mine[0]) for mine in cuts.values())
+        self.model.prepare(self.usual.changed(mine[0]) for mine in cuts.values())
         for place, (best, others) in enumerate(in_processes(self._best_of_cut, list(cuts.values()), self.workers), 1):
             found += best
             rivals += others
@@ -293,7 +293,7 @@ class Search:
         Two strands hold one layer's activations more. So one strand is taken if two have nothing to hide, and tried if
         two need recomputation or do not fit.
         """
-        plan = self.usual.plan
+        plan = self.usual.config.plan
         if plan == ONE_STRAND or not (sends_in_windows(sizes) or shard_parameters):
             return self._fastest(sizes, ONE_STRAND, other, shard_parameters)
         two = self._fastest(sizes, plan, other, shard_parameters)
@@ -327,9 +327,9 @@ class Search:
         best: Step | None = None
         last: Dropped | None = None
         for batch in self.batches:
-            case = replace(self.usual, sizes=sizes, batch=batch, plan=plan, shard_parameters=shard_parameters)
+            case = self.usual.changed(sizes, batch=batch, plan=plan, shard_parameters=shard_parameters)
             try:
-                check_sizes(sizes, case.length, self.model.layers, self.model.experts, case.schedule)
+                check_sizes(sizes, case.length, self.model.layers, self.model.experts, case.config.schedule)
                 case = replace(case, microbatches=self._microbatches(sizes, batch))
             except ValueError as error:  # larger micro-batches come near less often
                 last = last or Dropped(case, str(error))
@@ -367,7 +367,7 @@ class Search:
 
     def _with_unsharded_optimizer(self, step: Step) -> Step:
         """Returns the step without `shard_optimizer` if it fits and is faster, else the given step."""
-        case = replace(step.case, shard_optimizer=False)
+        case = step.case.changed(shard_optimizer=False)
         if case == step.case or self._memory(case) > self.cluster.device.memory:
             return step
         whole = simulate_step(self.model.amounts(case), case, self.cluster, Fidelity.QUICK)
@@ -378,12 +378,12 @@ class Search:
         if step.case.sizes.pp == 1:
             return step
         usual = usual_counts(self.model.amounts(step.case), step.case)
-        case = replace(step.case, layers_per_stage=usual)
+        case = step.case.changed(layers_per_stage=usual)
         amounts = self.model.amounts(case)
         counts = even_counts(amounts, case, self.cluster)
         if counts == usual:
             return step
-        cut = simulate_step(amounts, replace(case, layers_per_stage=counts), self.cluster, step.fidelity)
+        cut = simulate_step(amounts, case.changed(layers_per_stage=counts), self.cluster, step.fidelity)
         return cut if cut.memory.total <= self.cluster.device.memory and cut.seconds < step.seconds else step
 
     def _with_slices(self, cases: list[Case]) -> list[Case]:
@@ -391,14 +391,14 @@ class Search:
         all of the vocabulary has more than its share of the work."""
         found = list(cases)
         for case in cases:
-            if case.sizes.pp == 1 or case.schedule != AUTO:
+            if case.sizes.pp == 1 or case.config.schedule != AUTO:
                 continue
             amounts, loads = self.model.amounts(case), [0.0] * case.sizes.pp
             for rank, count in zip(case.stage_ranks, usual_counts(amounts, case), strict=True):
                 loads[rank] += count
-            loads[case.stage_ranks[0]] += case.image_share * amounts.model.tower_cost
+            loads[case.stage_ranks[0]] += case.config.image_share * amounts.model.tower_cost
             loads[case.stage_ranks[-1]] += amounts.model.head_cost
-            spread = replace(case, spread_vocabulary=True)
+            spread = case.changed(spread_vocabulary=True)
             with contextlib.suppress(ValueError):  # of a head without slices
                 if max(loads) * len(loads) > UNEVEN * sum(loads) and self._memory(spread) <= self.cluster.device.memory:
                     found.append(spread)
@@ -423,9 +423,9 @@ class Search:
                 count = self._microbatches(sizes, batch)
             except ValueError:
                 continue
-            case = replace(self.usual, sizes=sizes, batch=batch, microbatches=count, plan=ONE_STRAND, whole_logits=True)
+            case = replace(self.usual, batch=batch, microbatches=count, whole_logits=True)
             # No rival drops rows; those with states on the host have formulas of their own.
-            case = replace(case, expert_capacity_factor=None, offload=None)
+            case = case.changed(sizes, plan=ONE_STRAND, expert_capacity_factor=None, offload=None)
             try:
                 made = [
                     simulate_rival(name, self.model.amounts(way), way, self.cluster, *options)
@@ -449,18 +449,20 @@ class Search:
         saves recomputation; and under "auto" the case of a named schedule. The case of another placement, with
         more waiting, follows only if nothing fits on the fold. Raises ValueError if the model cannot be cut to these
         sizes, or does not fit."""
-        whole = case.shard_parameters or case.streams_weights
+        whole = case.config.shard_parameters or case.streams_weights
         shards = (True, False) if case.sizes.spread() and not whole else (False,)
-        modes: Sequence[str] = (*RECOMPUTE, OFFLOAD) if case.offload else RECOMPUTE
+        modes: Sequence[str] = (*RECOMPUTE, OFFLOAD) if case.config.offload else RECOMPUTE
         modes = modes[modes.index(smaller.recompute) :] if smaller is not None else modes
-        reductions = REDUCE_GRADIENTS[1:] if case.shard_parameters and case.microbatches > 1 else REDUCE_GRADIENTS[1:2]
+        reductions = (
+            REDUCE_GRADIENTS[1:] if case.config.shard_parameters and case.microbatches > 1 else REDUCE_GRADIENTS[1:2]
+        )
         fitting: list[Case] = []
         least = math.inf
         for reduction, schedule in product(reductions, self._schedules(case)):
             if not modes or (fitting and schedule not in (AUTO, *FOLDED)):
                 break
-            of_schedule = replace(case, schedule=schedule, reduce_gradients=reduction)
-            ways = [replace(of_schedule, recompute=mode, shard_optimizer=shard) for mode in modes for shard in shards]
+            of_schedule = case.changed(schedule=schedule, reduce_gradients=reduction)
+            ways = [of_schedule.changed(recompute=mode, shard_optimizer=shard) for mode in modes for shard in shards]
             found = self._first_fitting(ways, smaller is None)
             if found is not None:
                 fitting.append(found)
@@ -473,8 +475,8 @@ class Search:
 
     def _schedules(self, case: Case) -> Sequence[str]:
         """Returns the schedules to look at, the fastest first; named schedules may need less memory than "auto"."""
-        if case.schedule != AUTO or case.sizes.pp == 1:
-            return (case.schedule,)
+        if case.config.schedule != AUTO or case.sizes.pp == 1:
+            return (case.config.schedule,)
         return (AUTO, *(FOLDED if self.model.amounts(case).model.tied else NAMED_SCHEDULES))
 
     def _first_fitting(self, ways: Sequence[Case], is_smallest: bool) -> Case | None:
@@ -491,10 +493,10 @@ class Search:
         return min(self._memory(way) for way in ways if way.recompute == ways[-1].recompute)
 
     def _memory(self, case: Case) -> float:
-        named = possible_names(case.schedule, case.sizes.pp, case.spread_vocabulary)
+        named = possible_names(case.config.schedule, case.sizes.pp, case.config.spread_vocabulary)
         if len(named) > 1:
-            return max(self._memory(replace(case, schedule=each)) for each in named)
-        amounts, whole = self.model.amounts(case), replace(case, shard_optimizer=False)
+            return max(self._memory(case.changed(schedule=each)) for each in named)
+        amounts, whole = self.model.amounts(case), case.changed(shard_optimizer=False)
         layout = layout_of(amounts, case)
         if whole not in self._peaks:
             self._peaks[whole] = peaks_of_case(amounts, case, layout)

@@ -129,7 +129,7 @@ class SimulatedModel:
             find: finds the answer.
             classes: the classes of the answer's values.
         """
-        if self._kept is None or case.schedule not in SCHEDULES:
+        if self._kept is None or case.config.schedule not in SCHEDULES:
             return find()
         by_name = {each.__name__: each for each in classes}
         key = f"{question!r}, {case!r} of {self.images_per_row} images on {self.cluster!r}"
@@ -144,13 +144,11 @@ class SimulatedModel:
 
     def _key_of(self, case: Case) -> tuple[str, int, tuple[str, ...]]:
         """Returns the key of the amounts of a case, the images of its micro-batches, and the axes between nodes."""
-        sizes, spread, images = case.sizes, case.spread_weights, self.images_per_row * case.batch
-        ways = case.recompute, case.dtype, case.expert_capacity_factor, case.float8, case.whole_logits, case.imbalance
-        cut = sizes.tp, sizes.cp, sizes.ep, case.spread_vocabulary and sizes.pp, case.layers_per_stage is not None
-        crossing = tuple(inter_node_axes(self.cluster, sizes, bool(spread)))
-        run = crossing, self.cluster.backend, images
-        fused = case.software.fused
-        key = cut, case.batch, case.length, ways, fused, tuple(spread.items()), case.streams_weights, run
+        spread, images = case.spread_weights, self.images_per_row * case.batch
+        crossing = tuple(inter_node_axes(self.cluster, case.sizes, bool(spread)))
+        halves, of_rows = case.config.layers_per_stage is not None, (case.batch, case.length, images)
+        ways = case.dtype, case.whole_logits, case.imbalance, self.cluster.backend
+        key = case.counted, halves, of_rows, ways, tuple(spread.items()), crossing
         return str(key), images, crossing
 
     def _counted(self, case: Case, images: int, crossing: tuple[str, ...]) -> Amounts | ValueError:

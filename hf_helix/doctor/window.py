@@ -145,7 +145,7 @@ class WindowClock:
     @functools.cached_property
     def named(self) -> str:
         """The fastest of the named schedules that the run may choose."""
-        return named_schedule(self._case.schedule, self.layout, self._microbatches, self._costs)
+        return named_schedule(self._case.config.schedule, self.layout, self._microbatches, self._costs)
 
     @functools.cached_property
     def planned(self) -> Planned:
@@ -168,7 +168,7 @@ class WindowClock:
             return Planned(profile, self._plan)
         # With reductions, rules search the number of deferred weight gradients, which is slow.
         known = replace(self._profile, layout=layout) if self.fidelity is Fidelity.QUICK else profile
-        return Planned(profile, make_plan(self._case.plan, known, model=self._amounts.model.name, mesh=mesh))
+        return Planned(profile, make_plan(self._case.config.plan, known, model=self._amounts.model.name, mesh=mesh))
 
     def _completed(self, layout: Layout) -> Profile:
         profile = replace(self._profile, layout=layout)
@@ -188,7 +188,7 @@ class WindowClock:
         timed = WindowTime(seconds, reductions, parts.copy_seconds)
         if self.fidelity is Fidelity.TIMED:
             # the update of weights on a host hides a part of the waits
-            return replace(timed, waits=self._waits()) if self._case.offload else timed
+            return replace(timed, waits=self._waits()) if self._case.config.offload else timed
         drawing = (drawn.instructions, drawn.timeline) if drawn else None
         return replace(self.detailed(timed, drawn), drawing=drawing)
 
@@ -236,7 +236,7 @@ class WindowClock:
         operators = sum(len(list(self.layout.graphs[name].entries())) for name in self.layout.units)
         if operators * self._microbatches > OPERATORS:
             return None
-        made = Scheduler(self._case.schedule, self._ranks, self._costs, self._limit, self.layout.is_spread)
+        made = Scheduler(self._case.config.schedule, self._ranks, self._costs, self._limit, self.layout.is_spread)
         schedule = made(self._microbatches)
         return predict(self.planned.plan, self.planned.profile, schedule, timeline=True)
 

@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
+from hf_helix.engine.cut.recompute import modes_of
 from invariant.classes import CASES, Case
 from support.models import tiny
 from support.programs import build_programs
@@ -37,7 +38,6 @@ from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.doctor.step import simulate_step
 from hf_helix.doctor.window import Fidelity
 from hf_helix.engine.cut.build import declare
-from hf_helix.engine.cut.recompute import modes_of
 from hf_helix.models.registry import family_for
 from hf_helix.models.stock.peft import base_of
 from hf_helix.planning.choice.scheduler import Scheduler
@@ -193,7 +193,7 @@ def doctor_records() -> Iterator[tuple[str, Record]]:
             cluster = load_cluster(cluster_name)
             simulated = SimulatedModel(f"recipes/models/{name}", cluster)
             for options in DOCTOR_CASES:
-                case = DoctorCase(**{"batch": 1, "length": 4096, "microbatches": 8, **options})
+                case = DoctorCase.of(**{"batch": 1, "length": 4096, "microbatches": 8, **options})
                 amounts, record = simulated.amounts(case), {}
                 for whole in (False, True):
                     step = simulate_step(amounts, case, cluster, Fidelity.DRAWN if whole else Fidelity.QUICK)

@@ -188,7 +188,7 @@ def test_a_llama_of_1_billion_parameters_on_one_h100(monkeypatch: pytest.MonkeyP
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 8}
     config = LlamaConfig(num_hidden_layers=16, vocab_size=32000, tie_word_embeddings=False, **sizes)
     one = replace(NODE, devices_per_node=1)
-    case = Case(Sizes(), 2, 4096, 8, plan="sequential")
+    case = Case.of(Sizes(), 2, 4096, 8, plan="sequential")
     step = simulate_step(SimulatedModel(config, one).amounts(case), case, one)
     assert step.seconds == pytest.approx(1.2554, rel=0.02)
 
@@ -203,7 +203,7 @@ def test_a_llama_of_8_billion_parameters_with_fsdp_of_torchtitan(
     if not fused:
         monkeypatch.setattr(kernels, "is_on", lambda value: False)
     config = LlamaConfig(num_hidden_layers=32, vocab_size=128256, tie_word_embeddings=False, **sizes)
-    case = Case(Sizes(dp=8), 2, 8192, 1, plan="sequential", recompute="selective")
+    case = Case.of(Sizes(dp=8), 2, 8192, 1, plan="sequential", recompute="selective")
     step = simulate_rival(FSDP, SimulatedModel(config, NODE).amounts(case), case, NODE).step
     rate = step.tokens_per_second / 8
     assert rate / 6667 == pytest.approx(compiled, abs=0.03)
