@@ -218,7 +218,8 @@ class Search:
         return detailed_step(self.model.amounts(timed.case), timed, self.cluster)
 
     def _exact(self, quick: Step) -> Step | Dropped:
-        """Returns a step at higher fidelity, without `shard_optimizer` if the step then fits and is faster.
+        """Returns a step at higher fidelity, without `shard_optimizer` and with layers cut between stages if the step
+        then fits and is faster.
 
         Programs may need more memory than the schedule predicted. Then the search is repeated with a memory budget
         smaller by this factor, and the fastest fitting case is returned, or the reason for none.
@@ -244,10 +245,13 @@ class Search:
         while True:
             found = self._with_unsharded_optimizer(found)
             case = found.case
+            cut = self._with_cut_layers(found)
+            if cut is not None and cut.tokens_per_second > found.tokens_per_second:
+                return cut
             step = simulate_step(self.model.amounts(case), case, self.cluster, Fidelity.TIMED)
+            if step.memory.total <= budget:
+                return step if cut is None else max(step, cut, key=lambda each: each.tokens_per_second)
             needed, seemed = step.memory.total, self._memory(case)
-            if needed <= budget:
-                return self._with_cut_layers(step)
             allowed = min(0.99 * allowed, min(0.99, budget / needed) * seemed)
             device = replace(self.cluster.device, memory=allowed)
             smaller = replace(self.cluster, device=device)
@@ -373,18 +377,19 @@ class Search:
         whole = simulate_step(self.model.amounts(case), case, self.cluster, Fidelity.QUICK)
         return whole if whole.seconds < step.seconds else step
 
-    def _with_cut_layers(self, step: Step) -> Step:
-        """Returns the step of a pipeline with layers cut between stages, if it fits and is faster; else the step."""
+    def _with_cut_layers(self, step: Step) -> Step | None:
+        """Returns the step of a pipeline with layers cut between stages, by the times of its units; None if it does not
+        fit, or is the given step."""
         if step.case.sizes.pp == 1:
-            return step
+            return None
         usual = usual_counts(self.model.amounts(step.case), step.case)
         case = step.case.changed(layers_per_stage=usual)
         amounts = self.model.amounts(case)
-        counts = even_counts(amounts, case, self.cluster)
-        if counts == usual:
-            return step
-        cut = simulate_step(amounts, case.changed(layers_per_stage=counts), self.cluster, step.fidelity)
-        return cut if cut.memory.total <= self.cluster.device.memory and cut.seconds < step.seconds else step
+        case = case.changed(layers_per_stage=even_counts(amounts, case, self.cluster))
+        if case.config.layers_per_stage == usual:
+            return None
+        cut = simulate_step(amounts, case, self.cluster, Fidelity.TIMED)
+        return cut if cut.memory.total <= self.cluster.device.memory else None
 
     def _with_slices(self, cases: list[Case]) -> list[Case]:
         """Returns the cases, and those with slices of the vocabulary for every pipeline rank that fit, if the rank with

@@ -24,7 +24,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
-from hf_helix.engine.cut.recompute import modes_of
 from invariant.classes import CASES, Case
 from support.models import tiny
 from support.programs import build_programs
@@ -38,6 +37,7 @@ from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.doctor.step import simulate_step
 from hf_helix.doctor.window import Fidelity
 from hf_helix.engine.cut.build import declare
+from hf_helix.engine.cut.recompute import modes_of
 from hf_helix.models.registry import family_for
 from hf_helix.models.stock.peft import base_of
 from hf_helix.planning.choice.scheduler import Scheduler

@@ -24,7 +24,7 @@ from torch.nn import functional
 from hf_helix.operators.base import Method, OperatorContext, TensorOperator, Tensors
 from hf_helix.operators.linears.accumulate import add_product, started_gradient
 from hf_helix.operators.linears.linear import Projection
-from hf_helix.operators.vocabulary.statistics import Tile, type_of_sums
+from hf_helix.operators.vocabulary.statistics import Tile, run_parts, type_of_sums
 from hf_helix.planning.graph.operator import Part
 
 WHOLE, AT_MOST = 2**27, 8
@@ -87,11 +87,10 @@ def tiles_of_head(
     for start in range(0, max(1, len(hidden)), TOKENS):
         tokens = slice(start, min(start + TOKENS, len(hidden)))
         values = hidden[tokens].to(dtype)
-        for number, first in enumerate(range(0, len(weight), rows)):
-            place = slice(first, min(first + rows, len(weight)))
+        for place in run_parts([slice(first, min(first + rows, len(weight))) for first in range(0, len(weight), rows)]):
             matrix, added = weight[place].to(dtype), None if bias is None else bias[place].to(dtype)
             take = partial(sums.add, tokens, place, values, matrix)
-            yield Tile(number, tokens, first, functional.linear(values, matrix, added), take=take)
+            yield Tile(place.start // rows, tokens, place.start, functional.linear(values, matrix, added), take=take)
 
 
 class HeadInTiles:

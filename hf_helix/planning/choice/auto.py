@@ -55,16 +55,37 @@ SURE = 24.0
 """A period in which every action finds a place, since it is longer than any number of gaps that are too small."""
 
 
-def periodic_schedules(ranks: tuple[int, ...], costs: Costs, num_microbatches: int, count: int) -> list[Schedule]:
-    """Returns at most `count` schedules, the fastest of a short window first; `ranks` has the rank of each stage."""
-    clock = SlotClock(ranks, costs, min(num_microbatches, 3 * (max(ranks) + 1)))
+SHORT = 3
+"""Micro-batches for each rank of the short window that compares periods. From then on, every micro-batch takes as long
+as the one before."""
+
+
+def periodic_schedules(
+    ranks: tuple[int, ...], costs: Costs, num_microbatches: int, count: int, only_fastest: bool = False
+) -> list[Schedule]:
+    """Returns at most `count` schedules, the fastest of a short window first.
+
+    Args:
+        ranks: the rank of each stage.
+        only_fastest: returns the fastest of these in the whole window. A long window is extrapolated.
+    """
+    short = SHORT * (max(ranks) + 1)
+    clock = SlotClock(ranks, costs, min(num_microbatches, short))
     tried = [_placed(clock, *each) for each in product(STRETCHES, GAPS)]
     if not any(tried):
         tried = [_placed(clock, SURE, 0.0)]
     blocks = [each for each in tried if each is not None]
-    made = [(simulate_schedule(_repeated(clock, *block), ranks, costs).seconds, block) for block in blocks]
+
+    def seconds(clock: SlotClock, block: tuple[Mapping[Action, float], float]) -> float:
+        return simulate_schedule(_repeated(clock, *block), ranks, costs).seconds
+
+    made = sorted(((seconds(clock, block), block) for block in blocks), key=lambda each: each[0])[:count]
+    if only_fastest and num_microbatches > 2 * short:
+        twice = SlotClock(ranks, costs, 2 * short)
+        more = (num_microbatches - short) / short
+        made = [min(made, key=lambda each: each[0] + more * (seconds(twice, each[1]) - each[0]))]
     whole = SlotClock(ranks, costs, num_microbatches)
-    return [_repeated(whole, *block) for _, block in sorted(made, key=lambda each: each[0])[:count]]
+    return [_repeated(whole, *block) for _, block in made]
 
 
 def _placed(clock: SlotClock, stretch: float, least: float) -> tuple[Mapping[Action, float], float] | None:
@@ -166,7 +187,7 @@ def choose_schedule(
     if placement == FOLD:
         candidates = [run(name, build_schedule(name, num_ranks, num_microbatches)) for name in FOLDED]
     else:
-        found = periodic_schedules(ranks, costs, num_microbatches, FINALISTS)
+        found = periodic_schedules(ranks, costs, num_microbatches, FINALISTS, only_fastest=not search and limit is None)
         candidates = [run(SEARCHED, each) for each in found]
     max_live = max(max(simulated.live) for _, simulated in candidates)
     if limit is None or limit.passes is not None:

@@ -182,7 +182,7 @@ def test_the_optimizer_is_whole_where_that_is_faster_and_fits():
     plain = search_of(Sizes(dp=2), paper, slow, leading=1).plain()
     assert plain is not None
     assert not plain.case.config.shard_optimizer
-    shared = replace(plain.case, shard_optimizer=True)
+    shared = plain.case.changed(shard_optimizer=True)
     step = simulate_step(paper.amounts(shared), shared, slow, Fidelity.WHOLE)
     assert plain.seconds < step.seconds
     assert step.memory.total < plain.memory.total

@@ -112,7 +112,7 @@ def test_the_host_of_stock_fsdp_issues_as_ours_does(amounts: Amounts):
     """Where the host is slower than the device, a step takes its time: 1.1 times that of one strand of hf_helix."""
     slow = replace(FAST, device=replace(FAST.device, issue_seconds=1e-3))
     stock = step_of(amounts, slow)
-    ours = simulate_step(amounts, replace(stock.case, cuda_graphs="false"), slow, Fidelity.WHOLE)
+    ours = simulate_step(amounts, stock.case.changed(cuda_graphs=False), slow, Fidelity.WHOLE)
     assert stock.window == pytest.approx(1.1 * (ours.window - ours.casts))
     assert step_of(amounts, FAST).window < 0.1 * stock.window
     on_cpu = replace(slow, device=replace(slow.device, host_runs_ahead=False))
