@@ -176,8 +176,9 @@ class Search:
         found: list[Step | Dropped] = []
         rivals: list[RivalStep] = []
         self._leaders = Leaders(self.wanted) if self.wanted else None
-        self.model.prepare(self.usual.changed(mine[0]) for mine in cuts.values())
-        for place, (best, others) in enumerate(in_processes(self._best_of_cut, list(cuts.values()), self.workers), 1):
+        # The earlier fast layouts are known, the fewer windows of others are predicted.
+        ordered = sorted(cuts.values(), key=lambda mine: self._bound(mine[0]), reverse=True)
+        for place, (best, others) in enumerate(in_processes(self._best_of_cut, ordered, self.workers), 1):
             found += best
             rivals += others
             if self.progress is not None:
@@ -185,6 +186,16 @@ class Search:
         steps, unfit = self._with_leading([each for each in found if isinstance(each, Step)])
         dropped = [*unfit, *(each for each in found if isinstance(each, Dropped))]
         return Ranking(steps, sorted(dropped, key=lambda each: candidates.index(each.case.sizes)), rivals)
+
+    def _bound(self, sizes: Sizes) -> float:
+        """Returns the most tokens a second of parallel sizes with the smallest micro-batches; 0 if a model cannot be cut
+        to them."""
+        case = self.usual.changed(sizes, batch=self.batches[0])
+        try:
+            check_sizes(sizes, case.length, self.model.layers, self.model.experts, case.config.schedule)
+            return bound_step(self.model.amounts(case), case, self.cluster).tokens_per_second
+        except ValueError:
+            return 0.0
 
     def _with_leading(self, steps: Sequence[Step]) -> tuple[list[Step], list[Dropped]]:
         """Returns the steps, the fastest first, and the layouts that turn out not to fit.
@@ -345,10 +356,12 @@ class Search:
                 cases = self._with_slices(self._fitting(case, best.case if best is not None else None))
             except ValueError as error:  # larger micro-batches need more memory
                 return _Found(best or Dropped(case, str(error)), True)
-            step = max([self._quick(each, best) for each in cases], key=lambda each: each.tokens_per_second)
-            if best is not None and step.tokens_per_second <= best.tokens_per_second:
+            before = best
+            for each in cases[::-1]:  # those with slices of the vocabulary, which are mostly faster, first
+                step = self._quick(each, best)
+                best = step if best is None or step.tokens_per_second > best.tokens_per_second else best
+            if best is before:
                 break
-            best = step
         if best is None:
             assert last is not None
             return _Found(last, False)
@@ -357,13 +370,13 @@ class Search:
     def _quick(self, case: Case, best: Step | None) -> Step:
         """Returns the step of a case at `Fidelity.QUICK`; at `Fidelity.BOUND` if the case cannot be faster than `best`,
         the best so far of its sizes, or cannot be among the leading steps."""
-        amounts, sizes = self.model.amounts(case), case.sizes
-        bound = bound_step(amounts, case, self.cluster)
-        least = 0.0 if best is None else best.tokens_per_second
-        if self._leaders is not None and not (is_plain(case) or self._is_asked(sizes)):
-            least = max(least, self._leaders.least)
-        if bound.tokens_per_second <= least:
-            return bound
+        amounts, is_shown = self.model.amounts(case), is_plain(case) or self._is_asked(case.sizes)
+        leading = 0.0 if self._leaders is None or is_shown else self._leaders.least
+        mine = 0.0 if best is None else best.tokens_per_second
+        for least, split in ((max(leading, mine), False), (mine, True)):
+            bound = bound_step(amounts, case, self.cluster, split)
+            if bound.tokens_per_second <= least:
+                return bound
         return simulate_step(amounts, case, self.cluster, Fidelity.QUICK)
 
     def _is_asked(self, sizes: Sizes) -> bool:

@@ -8,7 +8,6 @@ imported for counting only.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -134,13 +133,6 @@ class SimulatedModel:
         by_name = {each.__name__: each for each in classes}
         key = f"{question!r}, {case!r} of {self.images_per_row} images on {self.cluster!r}"
         return self._kept.value(key, find, by_name)
-
-    def prepare(self, cases: Iterable[Case]) -> None:
-        """Makes ready for counting, before processes are forked, if one of some cases is not counted yet."""
-        keys = (self._key_of(case)[0] for case in cases)
-        if any(key not in self._amounts and (self._kept is None or not self._kept.has(key)) for key in keys):
-            with contextlib.suppress(ValueError):  # the layouts say why none can be made
-                self._counter.kinds()
 
     def _key_of(self, case: Case) -> tuple[str, int, tuple[str, ...]]:
         """Returns the key of the amounts of a case, the images of its micro-batches, and the axes between nodes."""

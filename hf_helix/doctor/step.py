@@ -251,18 +251,27 @@ def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, fidelity: Fide
     return _step(amounts, case, cluster, profile, clock)
 
 
-def bound_step(amounts: Amounts, case: Case, cluster: Cluster) -> Step:
-    """Returns a step of `Fidelity.BOUND`: no plan of the case, and no split of its layers over the stages, is faster.
-    A window takes as long as the mean rank computes; the memory of the step is not counted."""
+def bound_step(amounts: Amounts, case: Case, cluster: Cluster, split: bool = False) -> Step:
+    """Returns a step of `Fidelity.BOUND`: no plan of the case is faster. A window takes as long as a rank computes; the
+    memory of the step is not counted.
+
+    Args:
+        amounts: the amounts of a rank of this case.
+        case: the case.
+        cluster: the cluster.
+        split: whether layers are split over the stages as in the case, so that the busiest rank counts; otherwise the
+            mean rank counts, and no split is faster.
+    """
     profile = profile_of(amounts, case, cluster)
-    layout, computing = profile.layout, 0.0
-    for name in layout.units:
-        for entry, op in layout.graphs[name].entries():
-            computing += profile.times[name, entry] if op.kind is Kind.COMPUTE else 0.0
-    seconds = case.microbatches * computing / layout.num_ranks
-    loads = {**dict.fromkeys(Kind, 0.0), Kind.COMPUTE: seconds}
+    layout, computing = profile.layout, dict.fromkeys(profile.layout.units, 0.0)
+    for name, op in named_operators(layout):
+        computing[name[0]] += profile.times[name] if op.kind is Kind.COMPUTE else 0.0
+    ranks = range(layout.num_ranks)
+    loads = [sum(computing[layout.units[unit]] for unit in layout.units_of(rank)) for rank in ranks]
+    seconds = case.microbatches * (max(loads) if split else sum(loads) / len(loads))
+    by_kind = {**dict.fromkeys(Kind, 0.0), Kind.COMPUTE: seconds}
     nothing = Memory(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    return Step(case, seconds, 0.0, 0.0, loads, {}, 0.0, nothing, (0.0, 0.0), fidelity=Fidelity.BOUND)
+    return Step(case, seconds, 0.0, 0.0, by_kind, {}, 0.0, nothing, (0.0, 0.0), fidelity=Fidelity.BOUND)
 
 
 def detailed_step(amounts: Amounts, step: Step, cluster: Cluster) -> Step:

@@ -57,6 +57,10 @@ REMEMBERED = 4
 """Micro-batches, for each pipeline rank, of a window long enough for the peak memory: named schedules reach it with 2,
 on 2 to 8 ranks."""
 
+NEGLIGIBLE = 0.005
+"""The part of a window, in which a rank waits for others, up to which all of it counts as bubble: a second window, with
+transfers that take no time, tells bubble and exposed transfers apart."""
+
 OPERATORS = 60_000  # most operators of a window simulated one by one, in about a second, and drawn
 
 
@@ -197,20 +201,24 @@ class WindowClock:
         every operator was simulated."""
         exposed, bubble = self._exposed_by_kind(drawn), 0.0
         if self._ranks > 1:  # a rank waits for transfers, or for computation of others
-            free, alone = self._without_others()
-            bubble = min(max(0.0, free - alone), max(0.0, timed.seconds - alone))
-            exposed[Kind.PIPELINE] = max(0.0, timed.seconds - alone - bubble)
+            bubble = idle = max(0.0, timed.seconds - self._alone())
+            if idle > NEGLIGIBLE * timed.seconds:
+                bubble = max(0.0, idle - max(0.0, timed.seconds - self._without_transfers()))
+            exposed[Kind.PIPELINE] = idle - bubble
         return replace(timed, waits=self._waits(), bubble=bubble, exposed=exposed)
 
-    def _without_others(self) -> tuple[float, float]:
-        """Returns the seconds of the window if transfers between stages took no time, and of the busiest rank by
-        itself."""
+    def _alone(self) -> float:
+        """Returns the seconds of the window of the busiest rank by itself."""
+        found = predict(self.planned.plan, self._own, self._on_one_rank(self._microbatches))
+        return found.seconds - found.reduction_seconds
+
+    def _without_transfers(self) -> float:
+        """Returns the seconds of the window if transfers between stages took no time."""
         profile = self.planned.profile
         times = {name: LEAST for name, op in named_operators(profile.layout) if op.kind is Kind.PIPELINE}
         free = replace(self.planned, profile=replace(profile, times={**profile.times, **times}))
-        alone = predict(self.planned.plan, self._own, self._on_one_rank(self._microbatches))
-        found = self._parts(free, self._microbatches), alone
-        return found[0].seconds - found[0].reduction_seconds, found[1].seconds - found[1].reduction_seconds
+        found = self._parts(free, self._microbatches)
+        return found.seconds - found.reduction_seconds
 
     def _exposed_by_kind(self, drawn: Prediction | None) -> dict[Kind, float]:
         """Returns the exposed seconds of each kind of communication: of the drawn window, else extrapolated."""
