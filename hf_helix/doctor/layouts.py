@@ -188,7 +188,7 @@ class Search:
         return Ranking(steps, sorted(dropped, key=lambda each: candidates.index(each.case.sizes)), rivals)
 
     def _bound(self, sizes: Sizes) -> float:
-        """Returns the most tokens a second of parallel sizes with the smallest micro-batches; 0 if a model cannot be cut
+        """Returns the most tokens a second of parallel sizes with the smallest micro-batches; 0 if a model is not cut
         to them."""
         case = self.usual.changed(sizes, batch=self.batches[0])
         try:

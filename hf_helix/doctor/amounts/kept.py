@@ -134,7 +134,7 @@ def to_json(value: Any) -> Any:
         return {IS: type(value).__name__, "value": value.value}
     if is_dataclass(value):
         made = {IS: type(value).__name__}
-        for name, usual in _defaults(type(value)):
+        for name, usual in _defaults(value.__class__):
             given = getattr(value, name)
             if usual is MISSING or given != usual:
                 made[name] = to_json(given)
