@@ -345,14 +345,15 @@ def _print_step(step: Step, title: str, simulated: SimulatedModel, cluster: Clus
     from hf_helix.doctor.layouts import ONE_STRAND
     from hf_helix.doctor.report import shards_line, step_lines
     from hf_helix.doctor.step import OF_STEPS, simulate_step
+    from hf_helix.doctor.window import Fidelity
 
     def other(**options: Any) -> Step:
         case = step.case.changed(**options)
 
         def find() -> Step:
-            return simulate_step(simulated.amounts(case), case, cluster, step.fidelity)
+            return simulate_step(simulated.amounts(case), case, cluster, Fidelity.TIMED, simulated.of_window(case))
 
-        return simulated.answer(("step", cluster, step.fidelity), case, find, OF_STEPS)
+        return simulated.answer(("step", cluster), case, find, OF_STEPS)
 
     print(f"\n{title}:")
     print("\n".join(step_lines(step, cluster)))

@@ -173,7 +173,9 @@ def operator_seconds(
         sending = sum(transfer_seconds(each, axes[each.axis], cluster) for each in transfers)
         has_kernels = sending and software.exchanges and cluster.backend == "nccl"
         return max(LEAST, sending + (seconds if has_kernels else 0.0))
-    return max(LEAST, seconds if cluster.device.host_runs_ahead else seconds + cluster.device.issue_seconds)
+    return max(
+        LEAST, seconds if cluster.device.host_runs_ahead else seconds + amounts.calls * cluster.device.issue_seconds
+    )
 
 
 def _once_a_node(transfer: Transfer, axes: Mapping[str, Ring], software: Software) -> Transfer:

@@ -226,7 +226,7 @@ class Search:
         return [replace(made.get(step.case, step), planned=None) for step in steps]
 
     def _detailed(self, timed: Step) -> Step:
-        return detailed_step(self.model.amounts(timed.case), timed, self.cluster)
+        return detailed_step(self.model.of_window(timed.case), timed, self.cluster)
 
     def _exact(self, quick: Step) -> Step | Dropped:
         """Returns a step at higher fidelity, without `shard_optimizer` and with layers cut between stages if the step
@@ -259,7 +259,7 @@ class Search:
             cut = self._with_cut_layers(found)
             if cut is not None and cut.tokens_per_second > found.tokens_per_second:
                 return cut
-            step = simulate_step(self.model.amounts(case), case, self.cluster, Fidelity.TIMED)
+            step = self._simulated(case, Fidelity.TIMED)
             if step.memory.total <= budget:
                 return step if cut is None else max(step, cut, key=lambda each: each.tokens_per_second)
             needed, seemed = step.memory.total, self._memory(case)
@@ -377,7 +377,10 @@ class Search:
             bound = bound_step(amounts, case, self.cluster, split)
             if bound.tokens_per_second <= least:
                 return bound
-        return simulate_step(amounts, case, self.cluster, Fidelity.QUICK)
+        return self._simulated(case, Fidelity.QUICK)
+
+    def _simulated(self, case: Case, fidelity: Fidelity) -> Step:
+        return simulate_step(self.model.amounts(case), case, self.cluster, fidelity, self.model.of_window(case))
 
     def _is_asked(self, sizes: Sizes) -> bool:
         return is_named(sizes, self.layout)
@@ -387,7 +390,7 @@ class Search:
         case = step.case.changed(shard_optimizer=False)
         if case == step.case or self._memory(case) > self.cluster.device.memory:
             return step
-        whole = simulate_step(self.model.amounts(case), case, self.cluster, Fidelity.QUICK)
+        whole = self._simulated(case, Fidelity.QUICK)
         return whole if whole.seconds < step.seconds else step
 
     def _with_cut_layers(self, step: Step) -> Step | None:
@@ -401,7 +404,7 @@ class Search:
         case = case.changed(layers_per_stage=even_counts(amounts, case, self.cluster))
         if case.config.layers_per_stage == usual:
             return None
-        cut = simulate_step(amounts, case, self.cluster, Fidelity.TIMED)
+        cut = self._simulated(case, Fidelity.TIMED)
         return cut if cut.memory.total <= self.cluster.device.memory else None
 
     def _with_slices(self, cases: list[Case]) -> list[Case]:

@@ -225,6 +225,9 @@ def _peaks_of_programs(
     """Returns the peak memory of each rank by the programs of its plan: of the drawn window, or else of a window long
     enough for the peak. On a CPU memory depends on when instructions run."""
     planned = clock.planned
+    if clock.amounts is not amounts:
+        # deferred weight gradients keep no more memory, so a plan without reductions serves
+        planned = WindowClock(profile_of(amounts, case, cluster), amounts, case, cluster, Fidelity.QUICK).planned
     if drawn is None:
         count = min(case.microbatches, 2 * case.sizes.pp + 2)
         schedule = schedule_of(clock.named, case.sizes.pp, count, case.config.spread_vocabulary)
@@ -233,7 +236,13 @@ def _peaks_of_programs(
     return peaks_of_window(amounts, planned.profile.layout, drawn, cluster.device.host_runs_ahead)
 
 
-def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, fidelity: Fidelity = Fidelity.DRAWN) -> Step:
+def simulate_step(
+    amounts: Amounts,
+    case: Case,
+    cluster: Cluster,
+    fidelity: Fidelity = Fidelity.DRAWN,
+    of_window: Amounts | None = None,
+) -> Step:
     """Returns the optimizer step of a case.
 
     Args:
@@ -241,13 +250,15 @@ def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, fidelity: Fide
         case: the case.
         cluster: the cluster.
         fidelity: how much of the window is predicted.
+        of_window: coarse amounts for the time of the whole window; None for `amounts`.
 
     Raises:
         ValueError: the layout cannot be built.
     """
-    profile = profile_of(amounts, case, cluster)
-    limit = memory_limit(amounts, case, profile.layout, cluster.device.memory)
-    clock = WindowClock(profile, amounts, case, cluster, fidelity, limit)
+    of_window = amounts if of_window is None or fidelity is Fidelity.QUICK else of_window
+    profile = profile_of(of_window, case, cluster)
+    limit = memory_limit(of_window, case, profile.layout, cluster.device.memory)
+    clock = WindowClock(profile, of_window, case, cluster, fidelity, limit)
     return _step(amounts, case, cluster, profile, clock)
 
 
@@ -308,12 +319,16 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
     else:
         peaks = _peaks_of_programs(amounts, case, cluster, clock, window.drawing)
     names = [layout.units[unit] for unit in layout.units_of(clock.busiest)]
-    operators = [(op, profile.times[name, entry]) for name in names for entry, op in layout.graphs[name].entries()]
+    ops = {(name, entry): op for name in set(names) for entry, op in layout.graphs[name].entries()}
+    entries = [(name, entry) for name in names for entry, _ in layout.graphs[name].entries()]
+    operators = [(ops[entry], profile.times[entry]) for entry in entries]
+    of_window = clock.amounts.operators
+    calls = sum(of_window[entry].calls if entry in of_window else 1 for entry in entries)
     loads = dict.fromkeys(Kind, 0.0)
     for op, seconds in operators:
         loads[op.kind] += 0.0 if op.receives else count * seconds
     device, replayed = cluster.device, is_replayed(case, layout, cluster)
-    issuing = device.replay_seconds if replayed else len(operators) * count * device.issue_seconds
+    issuing = device.replay_seconds if replayed else calls * count * device.issue_seconds
     issuing = issuing if device.host_runs_ahead else 0.0
     casts = cast_seconds(amounts, layout, case, cluster)
     held = (held_weights(amounts, layout, rank) for rank in range(layout.num_ranks))

@@ -11,7 +11,7 @@ windows of a pipeline, whose difference is extrapolated to all micro-batches.
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -56,6 +56,10 @@ schedule was chosen for 11 of 36 random costs; with 2 or more for none."""
 REMEMBERED = 4
 """Micro-batches, for each pipeline rank, of a window long enough for the peak memory: named schedules reach it with 2,
 on 2 to 8 ranks."""
+
+WRITTEN, SETTLED = 64, 8
+"""Micro-batches of the longest window whose schedule is written, at least and, in pairs, for each pipeline rank: more
+than `predict` simulates."""
 
 NEGLIGIBLE = 0.005
 """The part of a window, in which a rank waits for others, up to which all of it counts as bubble: a second window, with
@@ -136,7 +140,8 @@ class WindowClock:
         self.layout = profile.layout
         self.fidelity = fidelity
         self.busiest = busiest_rank(profile)
-        self._profile, self._amounts, self._case, self._cluster = profile, amounts, case, cluster
+        self.amounts = amounts
+        self._profile, self._case, self._cluster = profile, case, cluster
         self._ranks, self._microbatches = self.layout.num_ranks, case.microbatches
         self._limit, self._plan, self._reduces = limit, plan, reduces
 
@@ -172,11 +177,11 @@ class WindowClock:
             return Planned(profile, self._plan)
         # With reductions, rules search the number of deferred weight gradients, which is slow.
         known = replace(self._profile, layout=layout) if self.fidelity is Fidelity.QUICK else profile
-        return Planned(profile, make_plan(self._case.config.plan, known, model=self._amounts.model.name, mesh=mesh))
+        return Planned(profile, make_plan(self._case.config.plan, known, model=self.amounts.model.name, mesh=mesh))
 
     def _completed(self, layout: Layout) -> Profile:
         profile = replace(self._profile, layout=layout)
-        return timed_traffic(profile, self._amounts, self._case, self._cluster) if self._reduces else profile
+        return timed_traffic(profile, self.amounts, self._case, self._cluster) if self._reduces else profile
 
     def time(self) -> WindowTime:
         """Returns the seconds of the window."""
@@ -209,7 +214,8 @@ class WindowClock:
 
     def _alone(self) -> float:
         """Returns the seconds of the window of the busiest rank by itself."""
-        found = predict(self.planned.plan, self._own, self._on_one_rank(self._microbatches))
+        plan, own = self.planned.plan, self._own
+        found = long_window(lambda count: predict(plan, own, self._on_one_rank(count)), self._microbatches, 1)
         return found.seconds - found.reduction_seconds
 
     def _without_transfers(self) -> float:
@@ -271,8 +277,11 @@ class WindowClock:
         return max(0.0, self._parts(self.planned, few).seconds - self._parts(without, few).seconds)
 
     def _parts(self, planned: Planned, microbatches: int) -> Prediction:
-        schedule = schedule_of(self.named, self._ranks, microbatches, self.layout.is_spread)
-        return predict(planned.plan, planned.profile, schedule)
+        def predicted(count: int) -> Prediction:
+            schedule = schedule_of(self.named, self._ranks, count, self.layout.is_spread)
+            return predict(planned.plan, planned.profile, schedule)
+
+        return long_window(predicted, microbatches, self._ranks)
 
     @functools.cached_property
     def _own(self) -> Profile:
@@ -283,6 +292,25 @@ class WindowClock:
 
     def _on_one_rank(self, microbatches: int) -> Schedule:
         return schedule_of(self.named if self.named in NAMED_SCHEDULES else ON_ONE_RANK, 1, microbatches)
+
+
+def long_window(predicted: Callable[[int], Prediction], microbatches: int, num_ranks: int) -> Prediction:
+    """Returns the prediction of a window. The schedule of a long window is written for fewer micro-batches, with a
+    remainder that schedules may depend on; further ones take as long as each other.
+
+    Args:
+        predicted: predicts a window of a number of micro-batches.
+        microbatches: the number.
+        num_ranks: of the pipeline.
+    """
+    most = max(WRITTEN, 2 * SETTLED * num_ranks)
+    few = most + (microbatches - most) % (2 * num_ranks)
+    found = predicted(min(few, microbatches))
+    if few >= microbatches:
+        return found
+    if not found.further_seconds:
+        return predicted(microbatches)
+    return replace(found, seconds=found.seconds + (microbatches - few) * found.further_seconds)
 
 
 # -- fewer layers, fewer ranks -----------------------------------------------------------------------------------------
