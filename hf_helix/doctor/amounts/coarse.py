@@ -146,7 +146,7 @@ def _sum(members: Sequence[OperatorAmounts]) -> OperatorAmounts:
         peak,
         sum(each.weights for each in members),
         [kernel for each in members for kernel in each.kernels],
-        [transfer for each in members for transfer in each.transfers],
+        tuple(transfer for each in members for transfer in each.transfers),
         sum(each.calls for each in members),
     )
 

@@ -203,16 +203,16 @@ class Meter(TorchDispatchMode):
             self._now.kernels.append(kernel)
 
     def few_parts(self, parts: Sequence[slice]) -> Iterator[slice]:
-        """Yields at most two of equal parts of a loop in a row, and counts the kernels of the second for the others.
-        The second holds as much memory as any later one: what is left of the part before is live."""
+        """Yields at most three of equal parts of a loop in a row, and counts the kernels of the third for the others. The
+        third holds as much memory as a later one: what is left of the parts before is live."""
         for _, group in itertools.groupby(parts, key=lambda part: part.stop - part.start):
-            first, *others = group
-            yield first
-            if others:
+            equal = list(group)
+            yield from equal[:2]
+            if len(equal) > 2:
                 begin = self._num_kernels
-                yield others[0]
+                yield equal[2]
                 if self._now is not None:
-                    self._now.kernels += self._now.kernels[begin:] * (len(others) - 1)
+                    self._now.kernels += self._now.kernels[begin:] * (len(equal) - 3)
 
     @property
     def _num_kernels(self) -> int:
