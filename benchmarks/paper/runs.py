@@ -151,7 +151,7 @@ class Runs:
         is_ours = method == SEARCH
         key = row.model, row.layers, row.cluster, row.length, row.sizes, row.capacity, recompute, is_ours
         if key not in self._amounts:
-            counted = self.model(row).amounts(replace(case_of(row, MEGATRON), recompute=recompute))
+            counted = self.model(row).amounts(case_of(row, MEGATRON).changed(recompute=recompute))
             padded = _padded(_reduced_by_the_backend(counted), max(1.0, row.capacity / TOP_K))
             self._amounts[key] = padded if is_ours else with_megatron_ring(padded)
         return self._amounts[key]

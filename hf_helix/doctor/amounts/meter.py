@@ -203,7 +203,7 @@ class Meter(TorchDispatchMode):
             self._now.kernels.append(kernel)
 
     def few_parts(self, parts: Sequence[slice]) -> Iterator[slice]:
-        """Yields at most three of equal parts of a loop in a row, and counts the kernels of the third for the others. The
+        """Yields at most three equal parts of a loop in a row, and counts the kernels of the third for the others. The
         third holds as much memory as a later one: what is left of the parts before is live."""
         for _, group in itertools.groupby(parts, key=lambda part: part.stop - part.start):
             equal = list(group)

@@ -211,7 +211,7 @@ def test_one_strand_is_tried_where_two_need_recomputation():
 def test_a_schedule_that_holds_less_is_named_where_auto_does_not_fit():
     paper, sizes = paper_of(num_hidden_layers=8), Sizes(pp=4)
     kept = Case.of(sizes, 1, LENGTH, 32, plan=ONE_STRAND, recompute="full")
-    auto, linear = (replace(kept, schedule=name) for name in ("auto", "1f1b"))
+    auto, linear = (kept.changed(schedule=name) for name in ("auto", "1f1b"))
     needs, least = (memory_of_case(paper.amounts(case), case).total for case in (auto, linear))
     assert least < needs
     for room, schedule in ((1.05 * needs, "auto"), ((least + needs) / 2, "1f1b")):
