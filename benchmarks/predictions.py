@@ -18,7 +18,7 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -194,7 +194,7 @@ def compare(
     workload = Workload(shape, layout.config(recompute, options.links[0]), CPU)
     window = workload.window(options.microbatches // layout.sizes.dp, 1, options.sequence)
     runner, link = workload.runner, workload.mesh.link
-    case = Case(
+    case = Case.of(
         sizes=layout.sizes,
         batch=1,
         length=options.sequence,
@@ -226,7 +226,7 @@ def compare(
     after = measured()
     rows: list[Row] = []
     for (speed, plan), planned in runners.items():
-        way, steps = replace(case, plan=plan), []
+        way, steps = case.changed(plan=plan), []
         for cluster in (before[speed], after[speed]):
             profile = profile_of(amounts, way, cluster, whole=True)
             steps.append(simulate_plan(amounts, way, cluster, profile, planned.plan))

@@ -158,7 +158,7 @@ class Predictor:
         for batch in BATCHES:
             count = max(1, round(STEP_TOKENS / (batch * length * cluster.devices)))
             sizes = Sizes(dp=cluster.devices)
-            usual = Case(sizes, batch, length, count, plan="sequential", whole_logits=True)
+            usual = Case.of(sizes, batch, length, count, plan="sequential", whole_logits=True)
             for case, syncs, fused in rival_cases(name, usual, cluster):
                 if not fused or name in (PIPELINE_OFFLOAD, FSDP_FUSED):
                     found.append(simulate_rival(name, model.amounts(case), case, cluster, syncs, fused).step)
@@ -221,7 +221,7 @@ def case_of(row: Row, cluster: Cluster, rival: str | None) -> Case:
         raise ValueError(f"tp {tp} x pp {pp} x cp {cp} with ep {ep} does not divide {cluster.devices} devices")
     origin, is_rival = origin_of(row), rival is not None
     whole = is_rival or (origin.sharded and dp > 1) or bool(row.get("zero3"))
-    return Case(
+    return Case.of(
         Sizes(tp, cp, pp, dp, ep, stages_outermost=pp > 1),
         int(row["batch"]),
         int(row["sequence_length"]),
@@ -248,7 +248,7 @@ def halves(row: Row, case: Case) -> list[Case]:
     """Returns the cases whose mean is a row: two if selective recomputation runs half of the products again."""
     if case.recompute != "selective" or not origin_of(row).halved:
         return [case]
-    return [replace(case, recompute=mode) for mode in ("none", "full")]
+    return [case.changed(recompute=mode) for mode in ("none", "full")]
 
 
 def _syncs(row: Row) -> bool:
@@ -370,7 +370,7 @@ def kind_of_row(row: Row) -> str:
     tp, cp, pp = (int(row.get(name) or 1) for name in ("tp", "cp", "pp"))
     model = row["model"]
     experts = max(int(model.get(name) or 1) for name in EXPERT_COUNTS)
-    return kind_of(Case(Sizes(tp, cp, pp), 1, int(row["sequence_length"]), 1, float8=row.get("float8")), experts)
+    return kind_of(Case.of(Sizes(tp, cp, pp), 1, int(row["sequence_length"]), 1, float8=row.get("float8")), experts)
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def _run(report: Report, case: Case, device: torch.device) -> None:
     peak = torch.cuda.max_memory_allocated(device) - before if on_gpu else 0
 
     cluster = load_cluster("h100x8")
-    asked = DoctorCase(sizes, 1, case.length, MICROBATCHES, "sequential", cuda_graphs="false", **case.options)
+    asked = DoctorCase.of(sizes, 1, case.length, MICROBATCHES, plan="sequential", cuda_graphs=False, **case.options)
     simulated = SimulatedModel(case.model, cluster)
     step = simulate_step(simulated.amounts(asked), asked, cluster)
     held = step.memory.total - step.memory.states  # no optimizer is made here

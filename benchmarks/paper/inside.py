@@ -177,7 +177,7 @@ def _largest(runs: Runs, row: Row, name: str, recompute: str) -> float:
     fitting = 0.0
     for layers in range(4, 120):
         units = [amounts.model.units[0], *[layer] * layers, amounts.model.units[-1]]
-        case = replace(case_of(row, MEGATRON if name == MEGATRON else WAVELET), recompute=recompute)
+        case = case_of(row, MEGATRON if name == MEGATRON else WAVELET).changed(recompute=recompute)
         memory = memory_of_case(replace(amounts, model=replace(amounts.model, units=units)), case)
         copies = memory.weights + memory.gradients + memory.states if name not in METHODS else 0.0
         if memory.total + copies > cluster.device.memory:

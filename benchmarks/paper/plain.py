@@ -42,7 +42,7 @@ def _fitting(runs: Runs, row: Row) -> Step | None:
     """Returns the step with the least recomputation that fits."""
     cluster, shape = runs.cluster(row), MODELS[row.model]
     for recompute in RECOMPUTE:
-        case = replace(case_of(row, MEGATRON), recompute=recompute)
+        case = case_of(row, MEGATRON).changed(recompute=recompute)
         try:
             check_sizes(row.sizes, row.length, row.layers or shape.layers, max(1, shape.experts))
             amounts = runs.amounts(row, SEARCH, recompute)

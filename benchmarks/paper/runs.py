@@ -151,7 +151,7 @@ class Runs:
         is_ours = method == SEARCH
         key = row.model, row.layers, row.cluster, row.length, row.sizes, row.capacity, recompute, is_ours
         if key not in self._amounts:
-            counted = self.model(row).amounts(replace(case_of(row, MEGATRON), recompute=recompute))
+            counted = self.model(row).amounts(case_of(row, MEGATRON).changed(recompute=recompute))
             padded = _padded(_reduced_by_the_backend(counted), max(1.0, row.capacity / TOP_K))
             self._amounts[key] = padded if is_ours else with_megatron_ring(padded)
         return self._amounts[key]
@@ -178,7 +178,8 @@ def case_of(row: Row, method: str) -> Case:
     """Returns the case of a row under a method: micro-batches of one sequence, and the optimizer in shards. The paper
     does not say so, but with all states on every rank most of its models do not fit."""
     rule, schedule = RULES[method]
-    return Case(row.sizes, 1, row.length, row.microbatches, rule, schedule, shard_optimizer=True)
+    options = {"plan": rule, "schedule": schedule, "shard_optimizer": True}
+    return Case.of(row.sizes, 1, row.length, row.microbatches, **options)
 
 
 def _with_nothing_beside(step: Step, amounts: Amounts, layout: Layout, cluster: Cluster) -> Step:

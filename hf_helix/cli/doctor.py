@@ -9,7 +9,7 @@ prints every reason.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,7 +170,11 @@ class DoctorCommand(OnCluster):
         best = ranking.steps[0]
         chosen = self._chosen(ranking) if self.layout else ranking.proposed(cluster)
         assumes_rows = self.imbalance > 1 or self.expert_capacity_factor is not None
-        usual = self.network is None and self.state_bytes == STATES and not (best.case.offload or best.case.float8)
+        usual = (
+            self.network is None
+            and self.state_bytes == STATES
+            and not (best.case.config.offload or best.case.config.float8)
+        )
         if usual and not assumes_rows:  # a run gets no advice from assumptions
             speeds = {step.case.sizes: step.tokens_per_second for step in ranking.steps}
             remember(simulated.facts.digest, speeds, cluster, self.dtype, self.sequence_length, tokens)
@@ -234,7 +238,7 @@ class DoctorCommand(OnCluster):
         """Returns the comparison of a step with one device, with the same options."""
         from hf_helix.doctor.report import alone_line
 
-        one = replace(self, gpus="1", network=None, layout="", offload=step.case.offload or "none")
+        one = replace(self, gpus="1", network=None, layout="", offload=step.case.config.offload or "none")
         other = one.scaled_cluster()
         steps = one._search(simulated.on(other), other, tokens, leading=1).steps
         return alone_line(step, steps[0] if steps else None, cluster)
@@ -242,7 +246,9 @@ class DoctorCommand(OnCluster):
     def _ranking(self, simulated: SimulatedModel, cluster: Cluster, tokens: int, **of_step: Any) -> Ranking:
         """Returns the layouts, with states or weights on the host if that helps; `of_step` are fields of `Search`."""
         ranking = self._search(simulated, cluster, tokens, self.top, **of_step)
-        return self._with_offload(ranking, simulated, cluster, tokens, **of_step) if self.offload == AUTO else ranking
+        if self.offload != AUTO or self.cuda_graphs == "true":  # a graph cannot copy to the host
+            return ranking
+        return self._with_offload(ranking, simulated, cluster, tokens, **of_step)
 
     def _with_offload(
         self, ranking: Ranking, simulated: SimulatedModel, cluster: Cluster, tokens: int, **of_step: Any
@@ -339,23 +345,24 @@ def _print_step(step: Step, title: str, simulated: SimulatedModel, cluster: Clus
     from hf_helix.doctor.layouts import ONE_STRAND
     from hf_helix.doctor.report import shards_line, step_lines
     from hf_helix.doctor.step import OF_STEPS, simulate_step
+    from hf_helix.doctor.window import Fidelity
 
     def other(**options: Any) -> Step:
-        case = replace(step.case, **options)
+        case = step.case.changed(**options)
 
         def find() -> Step:
-            return simulate_step(simulated.amounts(case), case, cluster, step.fidelity)
+            return simulate_step(simulated.amounts(case), case, cluster, Fidelity.TIMED, simulated.of_window(case))
 
-        return simulated.answer(("step", cluster, step.fidelity), case, find, OF_STEPS)
+        return simulated.answer(("step", cluster), case, find, OF_STEPS)
 
     print(f"\n{title}:")
     print("\n".join(step_lines(step, cluster)))
-    if step.case.plan != ONE_STRAND:
+    if step.case.config.plan != ONE_STRAND:
         alone = other(plan=ONE_STRAND)
         print(
             f"  one strand    {alone.seconds:10.3f} s     two strands are {alone.seconds / step.seconds:.2f}x as fast"
         )
-    if step.case.sizes.spread() and not (step.case.shard_optimizer or step.case.shard_parameters):
+    if step.case.sizes.spread() and not (step.case.config.shard_optimizer or step.case.config.shard_parameters):
         print(shards_line(step, other(shard_optimizer=True)))
 
 
@@ -382,24 +389,19 @@ def layouts_file(answers: Sequence[tuple[Cluster, Step]], path: Path) -> str:
 
 def options_of(case: Case) -> dict[str, Any]:
     """Returns the options of `HelixConfig` for a case that are not the usual ones."""
-    usual = HelixConfig()
-    options = {
-        **{f"{axis}_size": getattr(case.sizes, axis) for axis in ("tp", "pp", "cp", "ep")},
-        "plan": case.plan if runs_one_strand(case.plan) else AUTO,
-        "schedule": case.schedule if case.sizes.pp > 1 else AUTO,
-        "layers_per_stage": case.layers_per_stage and list(case.layers_per_stage),
-        "image_share": round(case.image_share, 3) if case.sizes.pp > 1 and not case.layers_per_stage else 0.0,
-        "spread_vocabulary": case.spread_vocabulary,
-        "recompute": case.recompute if case.recompute != "none" else None,
-        "expert_capacity_factor": case.expert_capacity_factor,
-        "shard_optimizer": case.shard_optimizer,
-        "shard_parameters": case.shard_parameters,
-        "reduce_gradients": case.reduce_gradients if case.shard_parameters else usual.reduce_gradients,
-        "cuda_graphs": {"true": True, "false": False}.get(case.cuda_graphs, usual.cuda_graphs),
-        "offload": case.offload,
-        "float8": case.float8,
-    }
-    return {name: given for name, given in options.items() if given != getattr(usual, name)}
+    config, usual = case.config, HelixConfig()
+    counts_images = config.pp_size > 1 and not config.layers_per_stage
+    written = replace(
+        config,
+        plan=config.plan if runs_one_strand(config.plan) else usual.plan,
+        schedule=config.schedule if config.pp_size > 1 else usual.schedule,
+        image_share=round(config.image_share, 3) if counts_images else usual.image_share,
+        recompute=config.recompute if config.recompute != "none" else usual.recompute,
+        reduce_gradients=config.reduce_gradients if config.shard_parameters else usual.reduce_gradients,
+    )
+    options = {each.name: getattr(written, each.name) for each in fields(written)}
+    given = {name: value for name, value in options.items() if value != getattr(usual, name)}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
 
 
 def _file(step: Step, cluster: Cluster, helix: Mapping[str, Any], more: str) -> str:

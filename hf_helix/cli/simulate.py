@@ -24,7 +24,6 @@ from hf_helix.config import (
     RECOMPUTE,
     REDUCE_GRADIENTS,
     RULES,
-    HelixConfig,
     LinkSpeed,
     parse_link,
 )
@@ -129,12 +128,13 @@ class OnCluster(Command):
         return simulated
 
     def case_of(self, sizes: Sizes, **options: Any) -> Case:
-        """Returns the case of the options, with further ones of `Case`."""
+        """Returns the case of the options, with further ones, see `Case.of`."""
         from hf_helix.doctor.case import Case
 
-        names = ("schedule", "dtype", "imbalance", "expert_capacity_factor", "state_bytes", "cuda_graphs", "float8")
+        names = ("schedule", "dtype", "imbalance", "expert_capacity_factor", "state_bytes", "float8")
         given = {"batch": 1, "microbatches": 1, **{name: getattr(self, name) for name in names}, **options}
-        return Case(sizes, length=self.sequence_length, **given)
+        given["cuda_graphs"] = {"true": True, "false": False}.get(self.cuda_graphs, self.cuda_graphs)
+        return Case.of(sizes, length=self.sequence_length, **given)
 
     def images_lines(self, simulated: SimulatedModel) -> Iterator[str]:
         """Yields the assumptions about the images of a row, for a model with a tower."""
@@ -214,11 +214,11 @@ class SimulateCommand(OnCluster):
         cluster = self.scaled_cluster()
         case = self._case(cluster)
         simulated = self.simulated_model(cluster)
-        case = replace(case, image_share=simulated.image_share(self.sequence_length))
+        case = case.changed(image_share=simulated.image_share(self.sequence_length))
         amounts = simulated.amounts(case)
         case = with_usual_reduction(amounts, case, cluster) if self.reduce_gradients == AUTO else case
         rules = RULES if self.plan == ALL else (self.plan,)
-        steps = {rule: simulate_step(amounts, replace(case, plan=rule), cluster) for rule in rules}
+        steps = {rule: simulate_step(amounts, case.changed(plan=rule), cluster) for rule in rules}
         shown = steps[min(steps, key=lambda rule: steps[rule].seconds)]
         print("\n".join([*self.images_lines(simulated), *step_lines(shown, cluster)]))
         if len(steps) > 1:
@@ -240,17 +240,20 @@ class SimulateCommand(OnCluster):
             raise ValueError(
                 f"--ep_size {ep} does not divide the {dp} data-parallel ranks; values that work divide {dp}"
             )
-        options = ("shard_optimizer", "shard_parameters", "reduce_gradients", "offload")
-        sharding = {name: getattr(self, name) for name in options}
-        HelixConfig(**sharding, pp_size=self.pp_size, spread_vocabulary=self.spread_vocabulary)  # refuses wrong values
+        options = (
+            "recompute",
+            "shard_optimizer",
+            "shard_parameters",
+            "reduce_gradients",
+            "offload",
+            "spread_vocabulary",
+        )
         return self.case_of(
             Sizes(self.tp_size, self.cp_size, self.pp_size, dp, ep),
             batch=self.batch_size,
             microbatches=self.microbatches,
             plan=RULES[0] if self.plan == ALL else self.plan,
-            recompute=self.recompute,
-            spread_vocabulary=self.spread_vocabulary,
-            **sharding,
+            **{name: getattr(self, name) for name in options},
         )
 
 

@@ -6,9 +6,13 @@ Out:  a `Case`, with its consequences: ranks of stages, and the ranks that share
 Must hold: nothing here imports torch.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-from hf_helix.config import AUTO, EVERY_MICROBATCH, PARAMETERS
+import functools
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from hf_helix.config import EVERY_MICROBATCH, HelixConfig
 from hf_helix.planning.choice.scheduler import Scheduler
 from hf_helix.planning.schedule.placement import layer_ranks, stage_ranks
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES, Sizes
@@ -49,34 +53,74 @@ COMPILED = Software(attention=FLASH2, all_in_float8=True, exchanges=False)
 class Case:
     """A layout with its micro-batches and options."""
 
-    sizes: Sizes
+    config: HelixConfig  # without "auto" for its plan, its recomputation and its gradient reductions
+    dp: int  # data-parallel ranks
     batch: int  # sequences of a micro-batch
     length: int  # tokens of a sequence
     microbatches: int  # micro-batches of a window, on each data-parallel rank
-    plan: str = "greedy"
-    schedule: str = "auto"
-    recompute: str = "none"
-    # as in `HelixConfig`: each replica updates a shard of the weights, with reduce-scattered gradients, and weights are
-    # gathered once in a window, overlapped with its first forward pass
-    shard_optimizer: bool = False
-    shard_parameters: bool = False
-    reduce_gradients: str = "window"  # as in `HelixConfig`: "window" or "microbatch", see `with_usual_reduction`
     dtype: str = "bf16"
     # rows of the experts on the busiest rank relative to the mean. Routing depends on the data, so the factor is given,
     # not predicted. Time and memory are for a rank with this factor in every layer: an upper estimate if layers differ.
     # With the factor of the most uneven layer, the predicted memory of a small mixture on two ranks was 1.27 to 1.50
     # times the counted memory
     imbalance: float = 1.0
-    expert_capacity_factor: float | None = None  # as in `HelixConfig`: all experts get equal rows, for any routing
     state_bytes: float = STATES  # bytes of the optimizer's states for an element
-    layers_per_stage: tuple[float, ...] | None = None  # as in `HelixConfig`
-    cuda_graphs: str = AUTO  # as in `HelixConfig`: "auto", "true" or "false"
-    offload: str | None = None  # as in `HelixConfig`
-    spread_vocabulary: bool = False  # as in `HelixConfig`
-    image_share: float = 0.0  # as in `HelixConfig`
     whole_logits: bool = False  # of rivals: a loss is never computed in tiles, see `hf_helix.operators.vocabulary.head`
-    float8: str | None = None  # as in `HelixConfig`
     software: Software = HELIX  # of a run that is predicted, and is not of hf_helix
+    stages_outermost: bool = False  # see `Sizes`
+
+    @classmethod
+    def of(cls, sizes: Sizes, batch: int, length: int, microbatches: int, **options: Any) -> Case:
+        """Returns the case of parallel sizes.
+
+        Args:
+            sizes: of the layout.
+            batch: see `Case`.
+            length: see `Case`.
+            microbatches: see `Case`.
+            options: further fields of `Case`, and options of `HelixConfig`.
+        """
+        usual = HelixConfig(plan="greedy", recompute="none", reduce_gradients="window")
+        return cls(usual, 1, batch, length, microbatches).changed(sizes, **options)
+
+    def changed(self, sizes: Sizes | None = None, **options: Any) -> Case:
+        """Returns the case with other sizes, fields of `Case`, or options of `HelixConfig`. Raises ValueError for
+        options that exclude each other."""
+        own = {name: options.pop(name) for name in _FIELDS.intersection(options)}
+        if sizes is not None:
+            own |= {"dp": sizes.dp, "stages_outermost": sizes.stages_outermost}
+            options |= {f"{axis}_size": getattr(sizes, axis) for axis in ("tp", "cp", "pp", "ep")}
+        return replace(self, config=replace(self.config, **options) if options else self.config, **own)
+
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        """The parallel sizes."""
+        config = self.config
+        sizes = config.tp_size, config.cp_size, config.pp_size, self.dp, config.ep_size
+        return Sizes(*sizes, self.stages_outermost)
+
+    @property
+    def recompute(self) -> str:
+        """The operators that backward runs again."""
+        return self.config.recompute or "none"
+
+    @property
+    def counted(self) -> HelixConfig:
+        """The options that the amounts of a rank depend on."""
+        config, spreads = self.config, self.config.spread_vocabulary
+        return HelixConfig(
+            tp_size=config.tp_size,
+            pp_size=config.pp_size if spreads else 1,
+            cp_size=config.cp_size,
+            ep_size=config.ep_size,
+            recompute=config.recompute,
+            shard_parameters=bool(self.spread_weights),
+            offload=config.offload if self.streams_weights else None,
+            expert_capacity_factor=config.expert_capacity_factor,
+            spread_vocabulary=spreads,
+            float8=config.float8,
+            fused_kernels=self.software.fused,
+        )
 
     @property
     def tokens(self) -> int:
@@ -95,22 +139,22 @@ class Case:
 
     @property
     def _placement(self) -> str:
-        return Scheduler(self.schedule, self.sizes.pp, spread=self.spread_vocabulary).placement
+        return Scheduler(self.config.schedule, self.config.pp_size, spread=self.config.spread_vocabulary).placement
 
     @property
     def streams_weights(self) -> bool:
         """Whether every use of weights copies them from the host."""
-        return self.offload == PARAMETERS
+        return self.config.streams_weights
 
     @property
     def spread_weights(self) -> dict[str, int]:
         """Number of ranks by axis over which weights are sharded."""
-        return self.sizes.spread() if self.shard_parameters else {}
+        return self.sizes.spread() if self.config.shard_parameters else {}
 
     @property
     def spread_gradients(self) -> dict[str, int]:
         """Number of ranks by axis over which gradients are reduce-scattered; other axes all-reduce gradients."""
-        return self.sizes.spread() if self.shard_parameters or self.shard_optimizer else {}
+        return self.sizes.spread() if self.config.zero_stage else {}
 
     def stepped(self, count: float, of_experts: float) -> float:
         """Returns the part that a rank steps of its weights or gradients, experts' counted apart."""
@@ -120,9 +164,12 @@ class Case:
     @property
     def keeps_copies(self) -> bool:
         """Whether the host has the trained weights, and the device keeps their copies between uses."""
-        return bool(self.offload) and not self.streams_weights
+        return bool(self.config.offload) and not self.streams_weights
 
     @property
     def reduces_often(self) -> bool:
         """Whether gradients of shards are reduced in every micro-batch."""
-        return self.shard_parameters and self.reduce_gradients == EVERY_MICROBATCH
+        return self.config.reduce_gradients == EVERY_MICROBATCH
+
+
+_FIELDS = frozenset(each.name for each in fields(Case))

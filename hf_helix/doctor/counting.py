@@ -94,32 +94,16 @@ class Counter:
         """
         sizes = case.sizes
         family_for(self.base, sizes.tp)
-        kinds = self.kinds(bool(case.layers_per_stage))
+        kinds = self.kinds(bool(case.config.layers_per_stage))
         run = TYPES[case.dtype], backend, kinds, sizes.dp, images, crossing
         with assuming(case.imbalance), whole_logits() if case.whole_logits else nullcontext():
-            return amounts_of(self.model, _config_of(case), case.batch, case.length, *run)
+            return amounts_of(self.model, case.counted, case.batch, case.length, *run)
 
     def kinds(self, halved: bool = False) -> Kinds:
         """Returns the kinds of layers; with halves of layers only for cases that may cut layers (`halved`)."""
         if self._kinds is None or self._kinds.family is not family_of(self.base):
             self._kinds = kinds_of(self.model)
         return self._kinds if halved else replace(self._kinds, halved=())
-
-
-def _config_of(case: Case) -> HelixConfig:
-    return HelixConfig(
-        tp_size=case.sizes.tp,
-        cp_size=case.sizes.cp,
-        ep_size=case.sizes.ep,
-        recompute=case.recompute,
-        shard_parameters=bool(case.spread_weights),
-        offload=case.offload if case.streams_weights else None,
-        expert_capacity_factor=case.expert_capacity_factor,
-        pp_size=case.sizes.pp if case.spread_vocabulary else 1,
-        spread_vocabulary=case.spread_vocabulary,
-        float8=case.float8,
-        fused_kernels=case.software.fused,
-    )
 
 
 @dataclass(frozen=True)

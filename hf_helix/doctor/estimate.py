@@ -173,7 +173,9 @@ def operator_seconds(
         sending = sum(transfer_seconds(each, axes[each.axis], cluster) for each in transfers)
         has_kernels = sending and software.exchanges and cluster.backend == "nccl"
         return max(LEAST, sending + (seconds if has_kernels else 0.0))
-    return max(LEAST, seconds if cluster.device.host_runs_ahead else seconds + cluster.device.issue_seconds)
+    return max(
+        LEAST, seconds if cluster.device.host_runs_ahead else seconds + amounts.calls * cluster.device.issue_seconds
+    )
 
 
 def _once_a_node(transfer: Transfer, axes: Mapping[str, Ring], software: Software) -> Transfer:
@@ -208,7 +210,7 @@ def estimate_profile(amounts: Amounts, layout: Layout, case: Case, cluster: Clus
             f"file, or use --dtype with one of these"
         )
     axes = rings(cluster, case.sizes)
-    in_fp8 = _in_fp8(amounts, layout) if case.float8 and case.software.all_in_float8 else set()
+    in_fp8 = _in_fp8(amounts, layout) if case.config.float8 and case.software.all_in_float8 else set()
     times: dict[Name, float] = {}
     sent: dict[Name, int] = {}
     for name, op in named_operators(layout):

@@ -61,7 +61,7 @@ def kind_of(case: Case, experts: int = 1) -> str:
     sizes = case.sizes
     found = {
         MIXTURE: experts > 1,
-        FLOAT8: case.float8 is not None,
+        FLOAT8: case.config.float8 is not None,
         LONG_ROWS: sizes.cp > 1 or case.length >= LONG,
         TENSOR: sizes.tp > 1,
         PIPELINE: sizes.pp > 1,

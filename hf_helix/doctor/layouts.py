@@ -163,7 +163,7 @@ class Search:
     def run(self) -> Ranking:
         """Returns the layouts by speed, as found before if the question was asked before; none if nothing fits. Raises
         ValueError if the cluster has no rate for the type of matrix products, or the schedule is unknown."""
-        check_schedule(self.usual.schedule)
+        check_schedule(self.usual.config.schedule)
         step = self.batch_tokens, self.off, tuple(self.batches)
         question = "ranking", self.cluster, step, self.leading, self.layout, self.wanted
         return self.model.answer(question, self.usual, self._found, (Ranking, Dropped, RivalStep, *OF_STEPS))
@@ -176,8 +176,9 @@ class Search:
         found: list[Step | Dropped] = []
         rivals: list[RivalStep] = []
         self._leaders = Leaders(self.wanted) if self.wanted else None
-        self.model.prepare(replace(self.usual, sizes=mine[0]) for mine in cuts.values())
-        for place, (best, others) in enumerate(in_processes(self._best_of_cut, list(cuts.values()), self.workers), 1):
+        # The earlier fast layouts are known, the fewer windows of others are predicted.
+        ordered = sorted(cuts.values(), key=lambda mine: self._bound(mine[0]), reverse=True)
+        for place, (best, others) in enumerate(in_processes(self._best_of_cut, ordered, self.workers), 1):
             found += best
             rivals += others
             if self.progress is not None:
@@ -185,6 +186,16 @@ class Search:
         steps, unfit = self._with_leading([each for each in found if isinstance(each, Step)])
         dropped = [*unfit, *(each for each in found if isinstance(each, Dropped))]
         return Ranking(steps, sorted(dropped, key=lambda each: candidates.index(each.case.sizes)), rivals)
+
+    def _bound(self, sizes: Sizes) -> float:
+        """Returns the most tokens a second of parallel sizes with the smallest micro-batches; 0 if a model is not cut
+        to them."""
+        case = self.usual.changed(sizes, batch=self.batches[0])
+        try:
+            check_sizes(sizes, case.length, self.model.layers, self.model.experts, case.config.schedule)
+            return bound_step(self.model.amounts(case), case, self.cluster).tokens_per_second
+        except ValueError:
+            return 0.0
 
     def _with_leading(self, steps: Sequence[Step]) -> tuple[list[Step], list[Dropped]]:
         """Returns the steps, the fastest first, and the layouts that turn out not to fit.
@@ -215,10 +226,11 @@ class Search:
         return [replace(made.get(step.case, step), planned=None) for step in steps]
 
     def _detailed(self, timed: Step) -> Step:
-        return detailed_step(self.model.amounts(timed.case), timed, self.cluster)
+        return detailed_step(self.model.of_window(timed.case), timed, self.cluster)
 
     def _exact(self, quick: Step) -> Step | Dropped:
-        """Returns a step at higher fidelity, without `shard_optimizer` if the step then fits and is faster.
+        """Returns a step at higher fidelity, without `shard_optimizer` and with layers cut between stages if the step
+        then fits and is faster.
 
         Programs may need more memory than the schedule predicted. Then the search is repeated with a memory budget
         smaller by this factor, and the fastest fitting case is returned, or the reason for none.
@@ -244,10 +256,13 @@ class Search:
         while True:
             found = self._with_unsharded_optimizer(found)
             case = found.case
-            step = simulate_step(self.model.amounts(case), case, self.cluster, Fidelity.TIMED)
+            cut = self._with_cut_layers(found)
+            if cut is not None and cut.tokens_per_second > found.tokens_per_second:
+                return cut
+            step = self._simulated(case, Fidelity.TIMED)
+            if step.memory.total <= budget:
+                return step if cut is None else max(step, cut, key=lambda each: each.tokens_per_second)
             needed, seemed = step.memory.total, self._memory(case)
-            if needed <= budget:
-                return self._with_cut_layers(step)
             allowed = min(0.99 * allowed, min(0.99, budget / needed) * seemed)
             device = replace(self.cluster.device, memory=allowed)
             smaller = replace(self.cluster, device=device)
@@ -293,7 +308,7 @@ class Search:
         Two strands hold one layer's activations more. So one strand is taken if two have nothing to hide, and tried if
         two need recomputation or do not fit.
         """
-        plan = self.usual.plan
+        plan = self.usual.config.plan
         if plan == ONE_STRAND or not (sends_in_windows(sizes) or shard_parameters):
             return self._fastest(sizes, ONE_STRAND, other, shard_parameters)
         two = self._fastest(sizes, plan, other, shard_parameters)
@@ -327,9 +342,9 @@ class Search:
         best: Step | None = None
         last: Dropped | None = None
         for batch in self.batches:
-            case = replace(self.usual, sizes=sizes, batch=batch, plan=plan, shard_parameters=shard_parameters)
+            case = self.usual.changed(sizes, batch=batch, plan=plan, shard_parameters=shard_parameters)
             try:
-                check_sizes(sizes, case.length, self.model.layers, self.model.experts, case.schedule)
+                check_sizes(sizes, case.length, self.model.layers, self.model.experts, case.config.schedule)
                 case = replace(case, microbatches=self._microbatches(sizes, batch))
             except ValueError as error:  # larger micro-batches come near less often
                 last = last or Dropped(case, str(error))
@@ -341,10 +356,12 @@ class Search:
                 cases = self._with_slices(self._fitting(case, best.case if best is not None else None))
             except ValueError as error:  # larger micro-batches need more memory
                 return _Found(best or Dropped(case, str(error)), True)
-            step = max([self._quick(each, best) for each in cases], key=lambda each: each.tokens_per_second)
-            if best is not None and step.tokens_per_second <= best.tokens_per_second:
+            before = best
+            for each in cases[::-1]:  # those with slices of the vocabulary, which are mostly faster, first
+                step = self._quick(each, best)
+                best = step if best is None or step.tokens_per_second > best.tokens_per_second else best
+            if best is before:
                 break
-            best = step
         if best is None:
             assert last is not None
             return _Found(last, False)
@@ -353,52 +370,56 @@ class Search:
     def _quick(self, case: Case, best: Step | None) -> Step:
         """Returns the step of a case at `Fidelity.QUICK`; at `Fidelity.BOUND` if the case cannot be faster than `best`,
         the best so far of its sizes, or cannot be among the leading steps."""
-        amounts, sizes = self.model.amounts(case), case.sizes
-        bound = bound_step(amounts, case, self.cluster)
-        least = 0.0 if best is None else best.tokens_per_second
-        if self._leaders is not None and not (is_plain(case) or self._is_asked(sizes)):
-            least = max(least, self._leaders.least)
-        if bound.tokens_per_second <= least:
-            return bound
-        return simulate_step(amounts, case, self.cluster, Fidelity.QUICK)
+        amounts, is_shown = self.model.amounts(case), is_plain(case) or self._is_asked(case.sizes)
+        leading = 0.0 if self._leaders is None or is_shown else self._leaders.least
+        mine = 0.0 if best is None else best.tokens_per_second
+        for least, split in ((max(leading, mine), False), (mine, True)):
+            bound = bound_step(amounts, case, self.cluster, split)
+            if bound.tokens_per_second <= least:
+                return bound
+        return self._simulated(case, Fidelity.QUICK)
+
+    def _simulated(self, case: Case, fidelity: Fidelity) -> Step:
+        return simulate_step(self.model.amounts(case), case, self.cluster, fidelity, self.model.of_window(case))
 
     def _is_asked(self, sizes: Sizes) -> bool:
         return is_named(sizes, self.layout)
 
     def _with_unsharded_optimizer(self, step: Step) -> Step:
         """Returns the step without `shard_optimizer` if it fits and is faster, else the given step."""
-        case = replace(step.case, shard_optimizer=False)
+        case = step.case.changed(shard_optimizer=False)
         if case == step.case or self._memory(case) > self.cluster.device.memory:
             return step
-        whole = simulate_step(self.model.amounts(case), case, self.cluster, Fidelity.QUICK)
+        whole = self._simulated(case, Fidelity.QUICK)
         return whole if whole.seconds < step.seconds else step
 
-    def _with_cut_layers(self, step: Step) -> Step:
-        """Returns the step of a pipeline with layers cut between stages, if it fits and is faster; else the step."""
+    def _with_cut_layers(self, step: Step) -> Step | None:
+        """Returns the step of a pipeline with layers cut between stages, by the times of its units; None if it does not
+        fit, or is the given step."""
         if step.case.sizes.pp == 1:
-            return step
+            return None
         usual = usual_counts(self.model.amounts(step.case), step.case)
-        case = replace(step.case, layers_per_stage=usual)
+        case = step.case.changed(layers_per_stage=usual)
         amounts = self.model.amounts(case)
-        counts = even_counts(amounts, case, self.cluster)
-        if counts == usual:
-            return step
-        cut = simulate_step(amounts, replace(case, layers_per_stage=counts), self.cluster, step.fidelity)
-        return cut if cut.memory.total <= self.cluster.device.memory and cut.seconds < step.seconds else step
+        case = case.changed(layers_per_stage=even_counts(amounts, case, self.cluster))
+        if case.config.layers_per_stage == usual:
+            return None
+        cut = self._simulated(case, Fidelity.TIMED)
+        return cut if cut.memory.total <= self.cluster.device.memory else None
 
     def _with_slices(self, cases: list[Case]) -> list[Case]:
         """Returns the cases, and those with slices of the vocabulary for every pipeline rank that fit, if the rank with
         all of the vocabulary has more than its share of the work."""
         found = list(cases)
         for case in cases:
-            if case.sizes.pp == 1 or case.schedule != AUTO:
+            if case.sizes.pp == 1 or case.config.schedule != AUTO:
                 continue
             amounts, loads = self.model.amounts(case), [0.0] * case.sizes.pp
             for rank, count in zip(case.stage_ranks, usual_counts(amounts, case), strict=True):
                 loads[rank] += count
-            loads[case.stage_ranks[0]] += case.image_share * amounts.model.tower_cost
+            loads[case.stage_ranks[0]] += case.config.image_share * amounts.model.tower_cost
             loads[case.stage_ranks[-1]] += amounts.model.head_cost
-            spread = replace(case, spread_vocabulary=True)
+            spread = case.changed(spread_vocabulary=True)
             with contextlib.suppress(ValueError):  # of a head without slices
                 if max(loads) * len(loads) > UNEVEN * sum(loads) and self._memory(spread) <= self.cluster.device.memory:
                     found.append(spread)
@@ -423,9 +444,9 @@ class Search:
                 count = self._microbatches(sizes, batch)
             except ValueError:
                 continue
-            case = replace(self.usual, sizes=sizes, batch=batch, microbatches=count, plan=ONE_STRAND, whole_logits=True)
+            case = replace(self.usual, batch=batch, microbatches=count, whole_logits=True)
             # No rival drops rows; those with states on the host have formulas of their own.
-            case = replace(case, expert_capacity_factor=None, offload=None)
+            case = case.changed(sizes, plan=ONE_STRAND, expert_capacity_factor=None, offload=None)
             try:
                 made = [
                     simulate_rival(name, self.model.amounts(way), way, self.cluster, *options)
@@ -449,18 +470,20 @@ class Search:
         saves recomputation; and under "auto" the case of a named schedule. The case of another placement, with
         more waiting, follows only if nothing fits on the fold. Raises ValueError if the model cannot be cut to these
         sizes, or does not fit."""
-        whole = case.shard_parameters or case.streams_weights
+        whole = case.config.shard_parameters or case.streams_weights
         shards = (True, False) if case.sizes.spread() and not whole else (False,)
-        modes: Sequence[str] = (*RECOMPUTE, OFFLOAD) if case.offload else RECOMPUTE
+        modes: Sequence[str] = (*RECOMPUTE, OFFLOAD) if case.config.offload else RECOMPUTE
         modes = modes[modes.index(smaller.recompute) :] if smaller is not None else modes
-        reductions = REDUCE_GRADIENTS[1:] if case.shard_parameters and case.microbatches > 1 else REDUCE_GRADIENTS[1:2]
+        reductions = (
+            REDUCE_GRADIENTS[1:] if case.config.shard_parameters and case.microbatches > 1 else REDUCE_GRADIENTS[1:2]
+        )
         fitting: list[Case] = []
         least = math.inf
         for reduction, schedule in product(reductions, self._schedules(case)):
             if not modes or (fitting and schedule not in (AUTO, *FOLDED)):
                 break
-            of_schedule = replace(case, schedule=schedule, reduce_gradients=reduction)
-            ways = [replace(of_schedule, recompute=mode, shard_optimizer=shard) for mode in modes for shard in shards]
+            of_schedule = case.changed(schedule=schedule, reduce_gradients=reduction)
+            ways = [of_schedule.changed(recompute=mode, shard_optimizer=shard) for mode in modes for shard in shards]
             found = self._first_fitting(ways, smaller is None)
             if found is not None:
                 fitting.append(found)
@@ -473,8 +496,8 @@ class Search:
 
     def _schedules(self, case: Case) -> Sequence[str]:
         """Returns the schedules to look at, the fastest first; named schedules may need less memory than "auto"."""
-        if case.schedule != AUTO or case.sizes.pp == 1:
-            return (case.schedule,)
+        if case.config.schedule != AUTO or case.sizes.pp == 1:
+            return (case.config.schedule,)
         return (AUTO, *(FOLDED if self.model.amounts(case).model.tied else NAMED_SCHEDULES))
 
     def _first_fitting(self, ways: Sequence[Case], is_smallest: bool) -> Case | None:
@@ -491,10 +514,10 @@ class Search:
         return min(self._memory(way) for way in ways if way.recompute == ways[-1].recompute)
 
     def _memory(self, case: Case) -> float:
-        named = possible_names(case.schedule, case.sizes.pp, case.spread_vocabulary)
+        named = possible_names(case.config.schedule, case.sizes.pp, case.config.spread_vocabulary)
         if len(named) > 1:
-            return max(self._memory(replace(case, schedule=each)) for each in named)
-        amounts, whole = self.model.amounts(case), replace(case, shard_optimizer=False)
+            return max(self._memory(case.changed(schedule=each)) for each in named)
+        amounts, whole = self.model.amounts(case), case.changed(shard_optimizer=False)
         layout = layout_of(amounts, case)
         if whole not in self._peaks:
             self._peaks[whole] = peaks_of_case(amounts, case, layout)

@@ -98,7 +98,7 @@ def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, case: Cas
         peak: the peak of its window.
         case: the case, whose options place weights and states.
     """
-    held, on_host = held_weights(amounts, layout, rank), bool(case.offload)
+    held, on_host = held_weights(amounts, layout, rank), bool(case.config.offload)
     trained, mine = held.all_trained, case.stepped(held.trained, held.experts)
     names = [layout.units[unit] for unit in layout.units_of(rank)]
     copies: float = sum(amounts.copies.get(name, 0) for name in names) + peak.weights
@@ -130,7 +130,7 @@ def _unsharded_bytes(amounts: Amounts, names: Sequence[str], case: Case) -> floa
     for kept in amounts.kept:
         if kept.element_bytes == PARAMETER:
             ranks = case.spread_gradients.get(kept.axis, 1)
-            total += names.count(kept.units[0]) * kept.bytes * (1 if case.offload else 1 - 1 / ranks)
+            total += names.count(kept.units[0]) * kept.bytes * (1 if case.config.offload else 1 - 1 / ranks)
     return total
 
 

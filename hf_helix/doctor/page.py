@@ -31,7 +31,7 @@ from hf_helix.planning.plan.predict import Prediction
 from hf_helix.planning.schedule.placement import FRONT
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.profile import Profile
-from hf_helix.planning.timing.sizes import Sizes, size_text
+from hf_helix.planning.timing.sizes import size_text
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.layout import Layout
 from hf_helix.report.page import Part, WindowMemory, schedule_parts, stacked, window_part
@@ -53,8 +53,10 @@ def step_parts(amounts: Amounts, case: Case, cluster: Cluster) -> list[Part]:
     assert step.drawn is not None, "windows of so few operators are drawn"
     programs, timeline = step.drawn
     memory = window_memory(amounts, profile.layout, step.drawn, case, cluster.device.host_runs_ahead)
-    schedule = Scheduler(case.schedule, case.sizes.pp, stage_costs(profile), spread=case.spread_vocabulary)(count)
-    title = f"{size_text(case.sizes)}, plan {case.plan}, {count} of {case.microbatches} micro-batches"
+    schedule = Scheduler(
+        case.config.schedule, case.sizes.pp, stage_costs(profile), spread=case.config.spread_vocabulary
+    )(count)
+    title = f"{size_text(case.sizes)}, plan {case.config.plan}, {count} of {case.microbatches} micro-batches"
     return [window_part({title: bars_of_timeline(timeline, programs)}, memory), *schedule_parts(profile, schedule)]
 
 
@@ -139,9 +141,9 @@ def memory_of_run(model: Any, profile: Profile, mesh: Mapping[str, Any], predict
             f"the profile is of another model than this {type(whole).__name__}, or of weights that are not all trained "
             "in fp32; memory is drawn for the model that was profiled"
         )
-    shared, cp_size = about.get("weights", ""), mesh.get("cp_size", 1)
+    shared = about.get("weights", "")
     ranks = int(next(iter(re.findall(r"\d+", shared)), 1))
-    sizes = Sizes(cp=cp_size, dp=max(1, ranks // cp_size), ep=mesh.get("ep_size", 1))
+    dp = max(1, ranks // mesh.get("cp_size", 1))
     on_host = re.search(r"(\w+) on the host", shared)
     options: dict[str, Any] = {
         "shard_optimizer": "stepped" in shared,
@@ -155,10 +157,10 @@ def memory_of_run(model: Any, profile: Profile, mesh: Mapping[str, Any], predict
     has_halves = any(name.startswith(FRONT) for name in profile.layout.units)
     kinds = kinds_of(whole) if has_halves else None
     with assuming(1.0):
-        amounts = amounts_of(whole, config, batch, length, dtype, about["backend"], kinds, sizes.dp)
+        amounts = amounts_of(whole, config, batch, length, dtype, about["backend"], kinds, dp)
     unknown = {unit for unit in profile.layout.units if not profile.layout.graphs[unit].forward.transfers}
     if not unknown <= amounts.weights.keys():
         raise ValueError(f"the memory of {', '.join(sorted(unknown - amounts.weights.keys()))} is not counted")
     drawn = predicted.instructions, predicted.timeline
-    case = Case(sizes, batch, length, 1, dtype=TYPES[dtype or torch.float32], **options)
+    case = Case(config, dp, batch, length, 1, dtype=TYPES[dtype or torch.float32])
     return window_memory(amounts, profile.layout, drawn, case, about["backend"] == "nccl")

@@ -34,18 +34,18 @@ WIDTH = 116  # columns of lists of layouts
 def case_text(case: Case) -> str:
     """Returns the micro-batches of a layout, and its options that save memory."""
     parts = [f"{case.microbatches} x {case.batch}"]
-    parts += ["one strand"] if runs_one_strand(case.plan) else []
+    parts += ["one strand"] if runs_one_strand(case.config.plan) else []
     parts += [f"recompute {case.recompute}"] if case.recompute != "none" else []
-    parts += [case.schedule] if case.schedule != AUTO and case.sizes.pp > 1 else []
-    parts += ["layers_per_stage"] if case.layers_per_stage else []
-    parts += ["spread_vocabulary"] if case.spread_vocabulary else []
-    capacity = case.expert_capacity_factor
+    parts += [case.config.schedule] if case.config.schedule != AUTO and case.sizes.pp > 1 else []
+    parts += ["layers_per_stage"] if case.config.layers_per_stage else []
+    parts += ["spread_vocabulary"] if case.config.spread_vocabulary else []
+    capacity = case.config.expert_capacity_factor
     parts += [f"expert_capacity_factor {capacity}"] if capacity is not None else []
-    parts += ["shard_optimizer"] if case.shard_optimizer else []
-    parts += ["shard_parameters"] if case.shard_parameters else []
+    parts += ["shard_optimizer"] if case.config.shard_optimizer else []
+    parts += ["shard_parameters"] if case.config.shard_parameters else []
     parts += ["gradients reduced in every micro-batch"] if case.reduces_often else []
-    parts += [f"offload {case.offload}"] if case.offload else []
-    parts += [f"float8 {case.float8}"] if case.float8 else []
+    parts += [f"offload {case.config.offload}"] if case.config.offload else []
+    parts += [f"float8 {case.config.float8}"] if case.config.float8 else []
     return ", ".join(parts)
 
 
@@ -60,8 +60,8 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
     )
     if cluster.nodes > 1:
         yield f"  network       {_network_text(cluster, case.sizes)}"
-    if case.layers_per_stage:
-        yield f"  layers        {' '.join(f'{count:g}' for count in case.layers_per_stage)} on the stages"
+    if case.config.layers_per_stage:
+        yield f"  layers        {' '.join(f'{count:g}' for count in case.config.layers_per_stage)} on the stages"
     causal, full = step.tflops
     yield (
         f"  TFLOP/s       {causal:10.1f}       MFU {causal / peak:.1%} with causal attention; "
@@ -69,7 +69,7 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
     )
     yield f"  window        {step.window:10.3f} s     bubble {step.bubble:.1%}"
     yield f"  sums          {step.sums:10.3f} s     of gradients, after the last backward"
-    yield f"  optimizer     {step.optimizer:10.3f} s" + ("     on the hosts" if case.offload else "")
+    yield f"  optimizer     {step.optimizer:10.3f} s" + ("     on the hosts" if case.config.offload else "")
     computing = step.loads[Kind.COMPUTE]
     yield f"  computation   {computing:10.3f} s     {computing / step.window:.0%} of the window, on the busiest rank"
     if step.issuing:
@@ -86,8 +86,8 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
             f"  gathers       {step.gathers:10.3f} s     of it in {what} of weights, forward and backward of "
             f"every micro-batch: {share:.0%} of the computation"
         )
-    elif (case.shard_optimizer and case.sizes.spread()) or case.offload:
-        others = "the host has" if case.offload else "other ranks have"
+    elif (case.config.shard_optimizer and case.sizes.spread()) or case.config.offload:
+        others = "the host has" if case.config.offload else "other ranks have"
         yield f"  gathers       {step.waits:10.3f} s     of the window, for weights that {others} stepped"
     if step.casts:
         yield f"  casts         {step.casts:10.3f} s     of the window, of weights to {case.dtype}, once in it"
@@ -96,7 +96,7 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
     for name, count in step.memory.parts().items():
         yield f"    {name:<11} {bytes_text(count):>13}"
     if step.host:
-        states = ["weights, states and gradients"] if case.offload else []
+        states = ["weights, states and gradients"] if case.config.offload else []
         held = states + ["inputs of layers"] * (case.recompute == OFFLOAD)
         yield f"  host          {bytes_text(step.host):>13}    of each node, for {' and '.join(held)}"
     yield f"  preemption    {_preemption_text(step, cluster)}"
@@ -108,8 +108,8 @@ def _preemption_text(step: Step, cluster: Cluster) -> str:
     """Returns the seconds from a signal to a whole checkpoint: of the window, and of the writing."""
     case, memory = step.case, step.memory
     begun = step.window if step.replayed else min(MOST_BEGUN / case.microbatches, 1.0) * step.window
-    replicas = 1 if case.shard_optimizer or case.shard_parameters else case.sizes.dp * case.sizes.cp
-    each = step.host if case.offload else cluster.devices_per_node * (memory.weights + memory.states) / replicas
+    replicas = 1 if case.config.shard_optimizer or case.config.shard_parameters else case.sizes.dp * case.sizes.cp
+    each = step.host if case.config.offload else cluster.devices_per_node * (memory.weights + memory.states) / replicas
     return (
         f"{begun + each / DISK:10.3f} s     from a signal to a whole checkpoint: {begun:.3f} s of the window, and "
         f"up to {bytes_text(each)} of each node at {bytes_text(DISK)} a second"
@@ -224,7 +224,7 @@ def ranking_lines(ranking: Ranking, cluster: Cluster, top: int, experts: int = 1
     rows += [(each.name, each.options, each.step) for each in rivals]
     fastest = max((step for _, _, step in rows), key=lambda step: step.tokens_per_second)
     if is_plain(best.case) and fastest is best:
-        spread = ", with weights that are spread (shard_parameters)," if best.case.shard_parameters else ""
+        spread = ", with weights that are spread (shard_parameters)," if best.case.config.shard_parameters else ""
         yield f"Plain data parallelism{spread} is the fastest of these: no layer has to be cut."
     elif rivals:
         rival = max(rivals, key=lambda each: each.step.tokens_per_second)

@@ -123,7 +123,7 @@ def rival_cases(
         of_software = replace(case, software=COMPILED if fused else STOCK)
         for mode in recompute:
             if mode == "full" or name != PIPELINE_OFFLOAD:
-                yield from ((replace(of_software, recompute=mode), sync, fused) for sync in syncs)
+                yield from ((of_software.changed(recompute=mode), sync, fused) for sync in syncs)
 
 
 def simulate_rival(

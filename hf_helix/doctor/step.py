@@ -9,9 +9,9 @@ the window, with all layers or with few (`hf_helix.doctor.window`).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hf_helix.config import AUTO, EVERY_MICROBATCH, OFFLOAD
+from hf_helix.config import AUTO, EVERY_MICROBATCH, OFFLOAD, HelixConfig
 from hf_helix.doctor.amounts.records import Amounts
-from hf_helix.doctor.case import ELEMENT, GRADIENT, PARAMETER, Case
+from hf_helix.doctor.case import ELEMENT, GRADIENT, PARAMETER, Case, Software
 from hf_helix.doctor.estimate import estimate_profile
 from hf_helix.doctor.memory import (
     Drawing,
@@ -91,22 +91,22 @@ class Step:
         return causal, full
 
 
-OF_STEPS = (Step, Case, Sizes, Memory, Fidelity, Kind)
+OF_STEPS = (Step, Case, HelixConfig, Software, Sizes, Memory, Fidelity, Kind)
 """The classes of the values of a step that is not drawn."""
 
 
 def layout_of(amounts: Amounts, case: Case) -> Layout:
     """Returns the units of all ranks. Raises ValueError for too few layers, or for tied weights on two ranks."""
     model, ranks = amounts.model, case.stage_ranks
-    if model.tied and ranks[0] != ranks[-1] and not case.spread_vocabulary:
+    if model.tied and ranks[0] != ranks[-1] and not case.config.spread_vocabulary:
         raise ValueError(
-            f"{model.name} shares the weights of embedding and head, and schedule={case.schedule!r} has them on "
+            f"{model.name} shares the weights of embedding and head, and schedule={case.config.schedule!r} has them on "
             "different ranks; use schedule='auto'"
         )
-    cut, ranges = ranges_of(case.layers_per_stage or usual_counts(amounts, case))
+    cut, ranges = ranges_of(case.config.layers_per_stage or usual_counts(amounts, case))
     halves = {1 + place: [half_name(half, model.units[1 + place]) for half in (FRONT, REAR)] for place in cut}
     units = [name for place, unit in enumerate(model.units) for name in halves.get(place, [unit])]
-    if case.spread_vocabulary:
+    if case.config.spread_vocabulary:
         embedding, *layers, head = units
         units = [*slice_names(embedding, case.sizes.pp), *layers, *slice_names(head, case.sizes.pp)]
     return staged_layout(units, amounts.layout.graphs, ranks, ranges)
@@ -114,8 +114,8 @@ def layout_of(amounts: Amounts, case: Case) -> Layout:
 
 def usual_counts(amounts: Amounts, case: Case) -> tuple[float, ...]:
     """Returns the layers of each stage in a run without `layers_per_stage`."""
-    head_cost = 0.0 if case.spread_vocabulary else amounts.model.head_cost
-    tower_cost = case.image_share * amounts.model.tower_cost
+    head_cost = 0.0 if case.config.spread_vocabulary else amounts.model.head_cost
+    tower_cost = case.config.image_share * amounts.model.tower_cost
     return tuple(
         count_layers(
             amounts.model.layers,
@@ -140,8 +140,10 @@ def even_counts(amounts: Amounts, case: Case, cluster: Cluster) -> tuple[float, 
     counts = count_layers(
         model.layers,
         case.layer_ranks,
-        embedding_cost=seconds[model.units[0]] / layer if case.image_share or not case.spread_vocabulary else 0.0,
-        head_cost=0.0 if case.spread_vocabulary else seconds[names[-1]] / layer,
+        embedding_cost=seconds[model.units[0]] / layer
+        if case.config.image_share or not case.config.spread_vocabulary
+        else 0.0,
+        head_cost=0.0 if case.config.spread_vocabulary else seconds[names[-1]] / layer,
         first_half=front / (front + rear) if front else None,
         first_least=model.first_least,
     )
@@ -178,13 +180,13 @@ def with_usual_reduction(amounts: Amounts, case: Case, cluster: Cluster) -> Case
     """Returns the case with the reductions of gradients that a run chooses under `reduce_gradients="auto"`."""
     layout = layout_of(amounts, case)
     full = max(full_gradients(amounts, layout, rank, False, False) for rank in range(layout.num_ranks))
-    often = case.shard_parameters and full > FULL_GRADIENTS * cluster.device.memory
-    return replace(case, reduce_gradients=EVERY_MICROBATCH if often else "window")
+    often = case.config.shard_parameters and full > FULL_GRADIENTS * cluster.device.memory
+    return case.changed(reduce_gradients=EVERY_MICROBATCH if often else "window")
 
 
 def memory_limit(amounts: Amounts, case: Case, layout: Layout, memory: float) -> MemoryLimit:
     """Returns the limit of the windows of a case on devices with this many bytes of memory."""
-    passes = Passes(amounts.operators, layout, amounts.handed_on, not runs_one_strand(case.plan))
+    passes = Passes(amounts.operators, layout, amounts.handed_on, not runs_one_strand(case.config.plan))
     is_single, room = case.microbatches == 1, []
     for rank in range(layout.num_ranks):
         held = Peak(gradients=full_gradients(amounts, layout, rank, is_single, case.reduces_often))
@@ -193,9 +195,9 @@ def memory_limit(amounts: Amounts, case: Case, layout: Layout, memory: float) ->
 
 
 def peaks_of_case(amounts: Amounts, case: Case, layout: Layout) -> list[Peak]:
-    """Returns the peak memory of each pipeline rank; `case.shard_optimizer` does not change the peaks."""
-    two_strands = not runs_one_strand(case.plan)
-    usual = usual_schedules(case.schedule, case.sizes.pp, case.microbatches, layout.is_spread)
+    """Returns the peak memory of each pipeline rank; `shard_optimizer` does not change the peaks."""
+    two_strands = not runs_one_strand(case.config.plan)
+    usual = usual_schedules(case.config.schedule, case.sizes.pp, case.microbatches, layout.is_spread)
     return peaks_of_schedules(amounts, layout, usual, two_strands, case.reduces_often)
 
 
@@ -207,13 +209,13 @@ def _peaks_of_search(amounts: Amounts, case: Case, layout: Layout, room: float) 
     device.
     """
     usual = peaks_of_case(amounts, case, layout)
-    if case.schedule != AUTO or case.sizes.pp == 1:
+    if case.config.schedule != AUTO or case.sizes.pp == 1:
         return usual
     apart = [
         [[Slot.alone(action) for slot in slots for action in slot.actions] for slots in schedule]
         for schedule in usual_schedules(AUTO, case.sizes.pp, case.microbatches, layout.is_spread)
     ]
-    peaks = peaks_of_schedules(amounts, layout, apart, not runs_one_strand(case.plan), case.reduces_often)
+    peaks = peaks_of_schedules(amounts, layout, apart, not runs_one_strand(case.config.plan), case.reduces_often)
     return peaks if memory_of_case(amounts, case, layout, peaks).total <= room else usual
 
 
@@ -223,15 +225,24 @@ def _peaks_of_programs(
     """Returns the peak memory of each rank by the programs of its plan: of the drawn window, or else of a window long
     enough for the peak. On a CPU memory depends on when instructions run."""
     planned = clock.planned
+    if clock.amounts is not amounts:
+        # deferred weight gradients keep no more memory, so a plan without reductions serves
+        planned = WindowClock(profile_of(amounts, case, cluster), amounts, case, cluster, Fidelity.QUICK).planned
     if drawn is None:
         count = min(case.microbatches, 2 * case.sizes.pp + 2)
-        schedule = schedule_of(clock.named, case.sizes.pp, count, case.spread_vocabulary)
+        schedule = schedule_of(clock.named, case.sizes.pp, count, case.config.spread_vocabulary)
         predicted = predict(planned.plan, planned.profile, schedule, timeline=True)
         drawn = predicted.instructions, predicted.timeline
     return peaks_of_window(amounts, planned.profile.layout, drawn, cluster.device.host_runs_ahead)
 
 
-def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, fidelity: Fidelity = Fidelity.DRAWN) -> Step:
+def simulate_step(
+    amounts: Amounts,
+    case: Case,
+    cluster: Cluster,
+    fidelity: Fidelity = Fidelity.DRAWN,
+    of_window: Amounts | None = None,
+) -> Step:
     """Returns the optimizer step of a case.
 
     Args:
@@ -239,28 +250,39 @@ def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, fidelity: Fide
         case: the case.
         cluster: the cluster.
         fidelity: how much of the window is predicted.
+        of_window: coarse amounts for the time of the whole window; None for `amounts`.
 
     Raises:
         ValueError: the layout cannot be built.
     """
-    profile = profile_of(amounts, case, cluster)
-    limit = memory_limit(amounts, case, profile.layout, cluster.device.memory)
-    clock = WindowClock(profile, amounts, case, cluster, fidelity, limit)
+    of_window = amounts if of_window is None or fidelity is Fidelity.QUICK else of_window
+    profile = profile_of(of_window, case, cluster)
+    limit = memory_limit(of_window, case, profile.layout, cluster.device.memory)
+    clock = WindowClock(profile, of_window, case, cluster, fidelity, limit)
     return _step(amounts, case, cluster, profile, clock)
 
 
-def bound_step(amounts: Amounts, case: Case, cluster: Cluster) -> Step:
-    """Returns a step of `Fidelity.BOUND`: no plan of the case, and no split of its layers over the stages, is faster.
-    A window takes as long as the mean rank computes; the memory of the step is not counted."""
+def bound_step(amounts: Amounts, case: Case, cluster: Cluster, split: bool = False) -> Step:
+    """Returns a step of `Fidelity.BOUND`: no plan of the case is faster. A window takes as long as a rank computes; the
+    memory of the step is not counted.
+
+    Args:
+        amounts: the amounts of a rank of this case.
+        case: the case.
+        cluster: the cluster.
+        split: whether layers are split over the stages as in the case, so that the busiest rank counts; otherwise the
+            mean rank counts, and no split is faster.
+    """
     profile = profile_of(amounts, case, cluster)
-    layout, computing = profile.layout, 0.0
-    for name in layout.units:
-        for entry, op in layout.graphs[name].entries():
-            computing += profile.times[name, entry] if op.kind is Kind.COMPUTE else 0.0
-    seconds = case.microbatches * computing / layout.num_ranks
-    loads = {**dict.fromkeys(Kind, 0.0), Kind.COMPUTE: seconds}
+    layout, computing = profile.layout, dict.fromkeys(profile.layout.units, 0.0)
+    for name, op in named_operators(layout):
+        computing[name[0]] += profile.times[name] if op.kind is Kind.COMPUTE else 0.0
+    ranks = range(layout.num_ranks)
+    loads = [sum(computing[layout.units[unit]] for unit in layout.units_of(rank)) for rank in ranks]
+    seconds = case.microbatches * (max(loads) if split else sum(loads) / len(loads))
+    by_kind = {**dict.fromkeys(Kind, 0.0), Kind.COMPUTE: seconds}
     nothing = Memory(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    return Step(case, seconds, 0.0, 0.0, loads, {}, 0.0, nothing, (0.0, 0.0), fidelity=Fidelity.BOUND)
+    return Step(case, seconds, 0.0, 0.0, by_kind, {}, 0.0, nothing, (0.0, 0.0), fidelity=Fidelity.BOUND)
 
 
 def detailed_step(amounts: Amounts, step: Step, cluster: Cluster) -> Step:
@@ -271,7 +293,7 @@ def detailed_step(amounts: Amounts, step: Step, cluster: Cluster) -> Step:
     clock = WindowClock(profile, amounts, step.case, cluster, Fidelity.WHOLE, plan=plan)
     window = clock.detailed(timed)
     exposed = {kind: seconds for kind, seconds in window.exposed.items() if step.loads[kind]}
-    waits = step.waits if step.case.offload else window.waits
+    waits = step.waits if step.case.config.offload else window.waits
     bubble = window.bubble / window.seconds
     return replace(step, exposed=exposed, bubble=bubble, waits=waits, fidelity=Fidelity.WHOLE)
 
@@ -284,7 +306,7 @@ def simulate_plan(
     plan: Plan,
     fidelity: Fidelity = Fidelity.DRAWN,
 ) -> Step:
-    """Returns the optimizer step of a case under a given plan, in place of `case.plan`."""
+    """Returns the optimizer step of a case under a given plan, in place of its own."""
     reduces = bool(profile.layout.traffic)
     clock = WindowClock(profile, amounts, case, cluster, fidelity, plan=plan, reduces=reduces)
     return _step(amounts, case, cluster, profile, clock)
@@ -297,19 +319,23 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
     else:
         peaks = _peaks_of_programs(amounts, case, cluster, clock, window.drawing)
     names = [layout.units[unit] for unit in layout.units_of(clock.busiest)]
-    operators = [(op, profile.times[name, entry]) for name in names for entry, op in layout.graphs[name].entries()]
+    ops = {(name, entry): op for name in set(names) for entry, op in layout.graphs[name].entries()}
+    entries = [(name, entry) for name in names for entry, _ in layout.graphs[name].entries()]
+    operators = [(ops[entry], profile.times[entry]) for entry in entries]
+    of_window = clock.amounts.operators
+    calls = sum(of_window[entry].calls if entry in of_window else 1 for entry in entries)
     loads = dict.fromkeys(Kind, 0.0)
     for op, seconds in operators:
         loads[op.kind] += 0.0 if op.receives else count * seconds
     device, replayed = cluster.device, is_replayed(case, layout, cluster)
-    issuing = device.replay_seconds if replayed else len(operators) * count * device.issue_seconds
+    issuing = device.replay_seconds if replayed else calls * count * device.issue_seconds
     issuing = issuing if device.host_runs_ahead else 0.0
     casts = cast_seconds(amounts, layout, case, cluster)
     held = (held_weights(amounts, layout, rank) for rank in range(layout.num_ranks))
     stepped = [case.stepped(each.trained, each.experts) for each in held]
     of_node = cluster.devices_per_node * sum(stepped) / len(stepped)
     optimizer, waits, hiding = _optimizer_seconds(case, cluster, stepped, of_node), window.waits, 0.0
-    if case.offload:  # copies of a shard overlap with updates of others; each unit has one at least
+    if case.config.offload:  # copies of a shard overlap with updates of others; each unit has one at least
         hiding = optimizer * (1 - 1 / len(names))
     if case.keeps_copies and case.spread_weights:  # before the window
         casts += max(0.0, max(stepped) * ELEMENT[case.dtype] / cluster.host.bandwidth - hiding)
@@ -330,7 +356,7 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
         replayed,
         clock.fidelity,
         window.drawing,
-        ((PARAMETER + GRADIENT + case.state_bytes + _cast_bytes(case)) * of_node if case.offload else 0.0)
+        ((PARAMETER + GRADIENT + case.state_bytes + _cast_bytes(case)) * of_node if case.config.offload else 0.0)
         + cluster.devices_per_node * _inputs_on_host(amounts, case, layout),
         (clock.planned.plan, window) if clock.fidelity is Fidelity.TIMED else None,
     )
@@ -339,10 +365,10 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
 def is_replayed(case: Case, layout: Layout, cluster: Cluster) -> bool:
     """Returns whether windows run from CUDA graphs: on GPUs, unless the host reads sizes (experts without a
     capacity, or images) or takes gradients or activations."""
-    on_host = case.offload or case.recompute == OFFLOAD
+    on_host = case.config.offload or case.recompute == OFFLOAD
     operators = (op for pair in layout.graphs.values() for _, op in pair.entries())
-    reads = case.image_share > 0 or any(op.host_read_sizes for op in operators)
-    return case.cuda_graphs != "false" and cluster.backend == "nccl" and not reads and not on_host
+    reads = case.config.image_share > 0 or any(op.host_read_sizes for op in operators)
+    return case.config.cuda_graphs is not False and cluster.backend == "nccl" and not reads and not on_host
 
 
 def _inputs_on_host(amounts: Amounts, case: Case, layout: Layout) -> int:
@@ -354,7 +380,7 @@ def _inputs_on_host(amounts: Amounts, case: Case, layout: Layout) -> int:
         if op.kind is Kind.DOWN:
             copied[name[0]] += sum(each.bytes for each in amounts.operators[name].transfers)
     most = 0
-    for schedule in usual_schedules(case.schedule, case.sizes.pp, case.microbatches, layout.is_spread):
+    for schedule in usual_schedules(case.config.schedule, case.sizes.pp, case.microbatches, layout.is_spread):
         for slots in schedule:
             waiting = 0
             for action in (action for slot in slots for action in slot.actions if action.computation_type != "W"):
@@ -367,7 +393,7 @@ def _inputs_on_host(amounts: Amounts, case: Case, layout: Layout) -> int:
 def _optimizer_seconds(case: Case, cluster: Cluster, stepped: Sequence[float], of_node: float) -> float:
     """Returns the seconds of an update: of the elements of the largest rank on its device, or of a node's on its host,
     with a gradient read, a weight and its states are read and written, and the weight is cast."""
-    if not case.offload:
+    if not case.config.offload:
         return max(cluster.device.moving_seconds(OPTIMIZER_BYTES * mine, PARAMETER * mine) for mine in stepped)
     cast = _cast_bytes(case)
     moved = GRADIENT + 2 * (PARAMETER + case.state_bytes) + (PARAMETER + cast if cast else 0)

@@ -59,14 +59,14 @@ def _with(
     layout: Layout, sums: list[tuple[Bucket, int]], gathers: list[tuple[FlatWeights, KeptWeights]], case: Case
 ) -> Layout:
     buckets, weights = [bucket for bucket, _ in sums], [flat for flat, _ in gathers]
-    return with_traffic(layout, buckets, weights, bool(case.offload), case.reduces_often)
+    return with_traffic(layout, buckets, weights, bool(case.config.offload), case.reduces_often)
 
 
 def gradient_sums(amounts: Amounts, layout: Layout, case: Case) -> list[tuple[Bucket, int]]:
     """Returns the buckets of all ranks of a pipeline, each with its bytes of experts' gradients; none if neither other
     ranks nor the host have a part in them."""
     found = list[tuple[Bucket, int]]()
-    if case.sizes.copies == 1 and not case.offload:
+    if case.sizes.copies == 1 and not case.config.offload:
         return found
     for rank in range(layout.num_ranks):
         completed = list(amounts.completed_gradients(layout, rank))
@@ -82,7 +82,7 @@ def gradient_sums(amounts: Amounts, layout: Layout, case: Case) -> list[tuple[Bu
 def _row(made: Gradient, adders: Adders, case: Case) -> BucketMember:
     spread, axis = case.spread_gradients, EXPERT_COPIES if made.is_experts else COPIES
     units = {unit for unit, _ in adders}
-    is_flat = axis in spread or bool(case.offload)
+    is_flat = axis in spread or bool(case.config.offload)
     flat = f"{min(units)}.{len(units)}.{made.flat}" if is_flat else ""
     return BucketMember(GRADIENT * made.elements, adders, is_flat or not spread, flat, axis in spread)
 
@@ -137,7 +137,7 @@ def weight_gathers(amounts: Amounts, layout: Layout, case: Case) -> list[tuple[F
     units = list(layout.units)
     for unit, name in enumerate(units):
         for kept in amounts.kept:
-            if kept.units[0] == name and (case.offload or _ranks(kept, case) > 1):
+            if kept.units[0] == name and (case.config.offload or _ranks(kept, case) > 1):
                 # Names of units with shared weights occur once on a rank.
                 own = layout.units_of(layout.rank_of(unit))
                 others = (next(each for each in own if units[each] == other) for other in kept.units[1:])
@@ -154,7 +154,7 @@ def gather_seconds(kept: KeptWeights, case: Case, cluster: Cluster) -> float:
     """Returns the seconds in which a rank casts its shard of some weights, if need be and unless the host has done so,
     and gathers the full weights."""
     ring, ranks = rings(cluster, case.sizes)[kept.axis], _ranks(kept, case)
-    is_cast = kept.element_bytes != PARAMETER and not case.offload
+    is_cast = kept.element_bytes != PARAMETER and not case.config.offload
     moved = kept.elements / ranks * (PARAMETER + kept.element_bytes)
     seconds = cluster.device.moving_seconds(moved) if is_cast else 0.0
     if ranks > 1:
@@ -166,7 +166,7 @@ def cast_seconds(amounts: Amounts, layout: Layout, case: Case, cluster: Cluster)
     """Returns the seconds in which the first forward pass of a window, through all stages, casts weights to the type of
     matrix products; later passes reuse the copies. Gathered weights are cast before their gather (`gather_seconds`),
     and do not count here, like weights that the host has cast."""
-    found, gathered = 0.0, bool(case.offload or weight_gathers(amounts, layout, case))
+    found, gathered = 0.0, bool(case.config.offload or weight_gathers(amounts, layout, case))
     for name in layout.units:
         cast = sum(each.bytes for each in amounts.kept if each.units[0] == name and each.is_cast and not gathered)
         # Weights shared with a later unit stay in the trained type: the first unit looks rows up in them.

@@ -11,7 +11,7 @@ windows of a pipeline, whose difference is extrapolated to all micro-batches.
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -56,6 +56,14 @@ schedule was chosen for 11 of 36 random costs; with 2 or more for none."""
 REMEMBERED = 4
 """Micro-batches, for each pipeline rank, of a window long enough for the peak memory: named schedules reach it with 2,
 on 2 to 8 ranks."""
+
+WRITTEN, SETTLED = 64, 8
+"""Micro-batches of the longest window whose schedule is written, at least and, in pairs, for each pipeline rank: more
+than `predict` simulates."""
+
+NEGLIGIBLE = 0.005
+"""The part of a window, in which a rank waits for others, up to which all of it counts as bubble: a second window, with
+transfers that take no time, tells bubble and exposed transfers apart."""
 
 OPERATORS = 60_000  # most operators of a window simulated one by one, in about a second, and drawn
 
@@ -132,7 +140,8 @@ class WindowClock:
         self.layout = profile.layout
         self.fidelity = fidelity
         self.busiest = busiest_rank(profile)
-        self._profile, self._amounts, self._case, self._cluster = profile, amounts, case, cluster
+        self.amounts = amounts
+        self._profile, self._case, self._cluster = profile, case, cluster
         self._ranks, self._microbatches = self.layout.num_ranks, case.microbatches
         self._limit, self._plan, self._reduces = limit, plan, reduces
 
@@ -145,7 +154,7 @@ class WindowClock:
     @functools.cached_property
     def named(self) -> str:
         """The fastest of the named schedules that the run may choose."""
-        return named_schedule(self._case.schedule, self.layout, self._microbatches, self._costs)
+        return named_schedule(self._case.config.schedule, self.layout, self._microbatches, self._costs)
 
     @functools.cached_property
     def planned(self) -> Planned:
@@ -168,11 +177,11 @@ class WindowClock:
             return Planned(profile, self._plan)
         # With reductions, rules search the number of deferred weight gradients, which is slow.
         known = replace(self._profile, layout=layout) if self.fidelity is Fidelity.QUICK else profile
-        return Planned(profile, make_plan(self._case.plan, known, model=self._amounts.model.name, mesh=mesh))
+        return Planned(profile, make_plan(self._case.config.plan, known, model=self.amounts.model.name, mesh=mesh))
 
     def _completed(self, layout: Layout) -> Profile:
         profile = replace(self._profile, layout=layout)
-        return timed_traffic(profile, self._amounts, self._case, self._cluster) if self._reduces else profile
+        return timed_traffic(profile, self.amounts, self._case, self._cluster) if self._reduces else profile
 
     def time(self) -> WindowTime:
         """Returns the seconds of the window."""
@@ -188,7 +197,7 @@ class WindowClock:
         timed = WindowTime(seconds, reductions, parts.copy_seconds)
         if self.fidelity is Fidelity.TIMED:
             # the update of weights on a host hides a part of the waits
-            return replace(timed, waits=self._waits()) if self._case.offload else timed
+            return replace(timed, waits=self._waits()) if self._case.config.offload else timed
         drawing = (drawn.instructions, drawn.timeline) if drawn else None
         return replace(self.detailed(timed, drawn), drawing=drawing)
 
@@ -197,20 +206,25 @@ class WindowClock:
         every operator was simulated."""
         exposed, bubble = self._exposed_by_kind(drawn), 0.0
         if self._ranks > 1:  # a rank waits for transfers, or for computation of others
-            free, alone = self._without_others()
-            bubble = min(max(0.0, free - alone), max(0.0, timed.seconds - alone))
-            exposed[Kind.PIPELINE] = max(0.0, timed.seconds - alone - bubble)
+            bubble = idle = max(0.0, timed.seconds - self._alone())
+            if idle > NEGLIGIBLE * timed.seconds:
+                bubble = max(0.0, idle - max(0.0, timed.seconds - self._without_transfers()))
+            exposed[Kind.PIPELINE] = idle - bubble
         return replace(timed, waits=self._waits(), bubble=bubble, exposed=exposed)
 
-    def _without_others(self) -> tuple[float, float]:
-        """Returns the seconds of the window if transfers between stages took no time, and of the busiest rank by
-        itself."""
+    def _alone(self) -> float:
+        """Returns the seconds of the window of the busiest rank by itself."""
+        plan, own = self.planned.plan, self._own
+        found = long_window(lambda count: predict(plan, own, self._on_one_rank(count)), self._microbatches, 1)
+        return found.seconds - found.reduction_seconds
+
+    def _without_transfers(self) -> float:
+        """Returns the seconds of the window if transfers between stages took no time."""
         profile = self.planned.profile
         times = {name: LEAST for name, op in named_operators(profile.layout) if op.kind is Kind.PIPELINE}
         free = replace(self.planned, profile=replace(profile, times={**profile.times, **times}))
-        alone = predict(self.planned.plan, self._own, self._on_one_rank(self._microbatches))
-        found = self._parts(free, self._microbatches), alone
-        return found[0].seconds - found[0].reduction_seconds, found[1].seconds - found[1].reduction_seconds
+        found = self._parts(free, self._microbatches)
+        return found.seconds - found.reduction_seconds
 
     def _exposed_by_kind(self, drawn: Prediction | None) -> dict[Kind, float]:
         """Returns the exposed seconds of each kind of communication: of the drawn window, else extrapolated."""
@@ -236,7 +250,7 @@ class WindowClock:
         operators = sum(len(list(self.layout.graphs[name].entries())) for name in self.layout.units)
         if operators * self._microbatches > OPERATORS:
             return None
-        made = Scheduler(self._case.schedule, self._ranks, self._costs, self._limit, self.layout.is_spread)
+        made = Scheduler(self._case.config.schedule, self._ranks, self._costs, self._limit, self.layout.is_spread)
         schedule = made(self._microbatches)
         return predict(self.planned.plan, self.planned.profile, schedule, timeline=True)
 
@@ -263,8 +277,11 @@ class WindowClock:
         return max(0.0, self._parts(self.planned, few).seconds - self._parts(without, few).seconds)
 
     def _parts(self, planned: Planned, microbatches: int) -> Prediction:
-        schedule = schedule_of(self.named, self._ranks, microbatches, self.layout.is_spread)
-        return predict(planned.plan, planned.profile, schedule)
+        def predicted(count: int) -> Prediction:
+            schedule = schedule_of(self.named, self._ranks, count, self.layout.is_spread)
+            return predict(planned.plan, planned.profile, schedule)
+
+        return long_window(predicted, microbatches, self._ranks)
 
     @functools.cached_property
     def _own(self) -> Profile:
@@ -275,6 +292,25 @@ class WindowClock:
 
     def _on_one_rank(self, microbatches: int) -> Schedule:
         return schedule_of(self.named if self.named in NAMED_SCHEDULES else ON_ONE_RANK, 1, microbatches)
+
+
+def long_window(predicted: Callable[[int], Prediction], microbatches: int, num_ranks: int) -> Prediction:
+    """Returns the prediction of a window. The schedule of a long window is written for fewer micro-batches, with a
+    remainder that schedules may depend on; further ones take as long as each other.
+
+    Args:
+        predicted: predicts a window of a number of micro-batches.
+        microbatches: the number.
+        num_ranks: of the pipeline.
+    """
+    most = max(WRITTEN, 2 * SETTLED * num_ranks)
+    few = most + (microbatches - most) % (2 * num_ranks)
+    found = predicted(min(few, microbatches))
+    if few >= microbatches:
+        return found
+    if not found.further_seconds:
+        return predicted(microbatches)
+    return replace(found, seconds=found.seconds + (microbatches - few) * found.further_seconds)
 
 
 # -- fewer layers, fewer ranks -----------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ def doctor_records() -> Iterator[tuple[str, Record]]:
             cluster = load_cluster(cluster_name)
             simulated = SimulatedModel(f"recipes/models/{name}", cluster)
             for options in DOCTOR_CASES:
-                case = DoctorCase(**{"batch": 1, "length": 4096, "microbatches": 8, **options})
+                case = DoctorCase.of(**{"batch": 1, "length": 4096, "microbatches": 8, **options})
                 amounts, record = simulated.amounts(case), {}
                 for whole in (False, True):
                     step = simulate_step(amounts, case, cluster, Fidelity.DRAWN if whole else Fidelity.QUICK)

@@ -81,6 +81,6 @@ def cluster_with(nodes: int = 1, devices_per_node: int = 8, **keys: Any) -> Clus
 
 
 def case_of(microbatches: int = 8, batch: int = 1, length: int = 64, **options: Any) -> Case:
-    """A case of `counted` amounts: sizes by their short names, and what else `Case` takes."""
+    """A case of `counted` amounts: sizes by their short names, and what else `Case.of` takes."""
     sizes = {name: options.pop(name) for name in ("tp", "cp", "pp", "dp", "ep") if name in options}
-    return Case(Sizes(**sizes), batch, length, microbatches, **options)
+    return Case.of(Sizes(**sizes), batch, length, microbatches, **options)

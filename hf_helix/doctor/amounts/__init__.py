@@ -4,5 +4,6 @@ records     the amounts as plain data, without torch
 kept        counts and answers on disk, without torch
 meter       counts kernels, transfers and live bytes of operators on the meta device
 amounts     kernels, bytes sent and live memory of every operator of a rank, on a mesh that sends nothing
+coarse      the computations between two communications as one operator, without torch
 lifetimes   lifetimes of the memory that operators leave allocated
 """

@@ -30,6 +30,7 @@ from hf_helix.operators.base import TransferFn
 from hf_helix.operators.communication.transport import Axis, ReplicaAxes, TransportByName, bytes_moved
 from hf_helix.operators.parameters.host_shard import HostLink
 from hf_helix.operators.units.rows import by_completion
+from hf_helix.operators.vocabulary.statistics import counting
 from hf_helix.operators.zero.zero1 import Zero1FlatParameter, apply_zero1
 from hf_helix.planning.graph.backward import FIRST, NEXT
 from hf_helix.planning.graph.operator import Kind
@@ -275,7 +276,7 @@ def _counted(runner: Runner, batch: MicroBatch, streams: SimulatedStreams) -> tu
 def _run(runner: Runner, batch: MicroBatch, streams: SimulatedStreams, meter: Meter) -> LifetimeTrace:
     streams.trace = watch = LifetimeTrace(meter)
     executor = WatchedExecutor(watch, runner, streams)
-    with meter, FusedKernels(meter):
+    with meter, FusedKernels(meter), counting(meter.few_parts):
         executor.run(runner.program(1), [batch], runner.sources(), saves_for_backward=True)
         watch.end()
     return watch

@@ -120,17 +120,25 @@ IS = "is"
 """The key of the class of a value; the other keys are its fields, without default values."""
 
 
+@cache
+def _defaults(kind: Any) -> list[tuple[str, Any]]:
+    """Returns the fields of a class, each with its default value or MISSING."""
+    return [(each.name, each.default) for each in fields(kind) if each.init]
+
+
 def to_json(value: Any) -> Any:
     """Returns a value of plain types: a tuple as a list, and a list or a mapping as an object."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
     if isinstance(value, Enum):
         return {IS: type(value).__name__, "value": value.value}
     if is_dataclass(value):
-        given = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
-        usual = {each.name: each.default for each in fields(value) if each.default is not MISSING}
-        return {
-            IS: type(value).__name__,
-            **{name: to_json(each) for name, each in given.items() if name not in usual or each != usual[name]},
-        }
+        made = {IS: type(value).__name__}
+        for name, usual in _defaults(value.__class__):
+            given = getattr(value, name)
+            if usual is MISSING or given != usual:
+                made[name] = to_json(given)
+        return made
     if isinstance(value, tuple):
         return [to_json(each) for each in value]
     if isinstance(value, list):
@@ -139,8 +147,6 @@ def to_json(value: Any) -> Any:
         return {IS: "mapping", "items": [[to_json(key), to_json(each)] for key, each in value.items()]}
     if isinstance(value, ValueError):
         return {IS: "ValueError", "text": str(value)}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
     raise TypeError(f"{type(value).__name__} is not kept on disk")
 
 

@@ -10,6 +10,7 @@ views or writes to arguments runs each time.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -200,6 +201,22 @@ class Meter(TorchDispatchMode):
         """Counts a kernel without a call of torch."""
         if self._now is not None:
             self._now.kernels.append(kernel)
+
+    def few_parts(self, parts: Sequence[slice]) -> Iterator[slice]:
+        """Yields at most three equal parts of a loop in a row, and counts the kernels of the third for the others. The
+        third holds as much memory as a later one: what is left of the parts before is live."""
+        for _, group in itertools.groupby(parts, key=lambda part: part.stop - part.start):
+            equal = list(group)
+            yield from equal[:2]
+            if len(equal) > 2:
+                begin = self._num_kernels
+                yield equal[2]
+                if self._now is not None:
+                    self._now.kernels += self._now.kernels[begin:] * (len(equal) - 3)
+
+    @property
+    def _num_kernels(self) -> int:
+        return len(self._now.kernels) if self._now is not None else 0
 
     def allocation_of(self, tensor: Tensor) -> Allocated | None:
         """Returns the allocation of a tensor; None for memory that does not count."""

@@ -91,6 +91,7 @@ class OperatorAmounts(OperatorMemory):
 
     kernels: Sequence[Kernel] = ()
     transfers: Sequence[Transfer] = ()
+    calls: int = 1  # number of operators; several in coarse amounts
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch.nn import functional
 from hf_helix.operators.base import Method, OperatorContext, TensorOperator, Tensors
 from hf_helix.operators.linears.accumulate import add_product, started_gradient
 from hf_helix.operators.linears.linear import Projection
-from hf_helix.operators.vocabulary.statistics import Tile, type_of_sums
+from hf_helix.operators.vocabulary.statistics import Tile, run_parts, type_of_sums
 from hf_helix.planning.graph.operator import Part
 
 WHOLE, AT_MOST = 2**27, 8
@@ -91,16 +91,17 @@ def tiles_of_head(
         sums: take the gradients.
         kept: the products of all tiles, which stay as they are; computed if empty.
     """
-    known = iter(kept)
+    places = [slice(first, min(first + rows, len(weight))) for first in range(0, len(weight), rows)]
     for start in range(0, max(1, len(hidden)), TOKENS):
         tokens = slice(start, min(start + TOKENS, len(hidden)))
         values = hidden[tokens].to(dtype)
-        for number, first in enumerate(range(0, len(weight), rows)):
-            place = slice(first, min(first + rows, len(weight)))
+        for place in run_parts(places):
             matrix, added = weight[place].to(dtype), None if bias is None else bias[place].to(dtype)
             take = partial(sums.add, tokens, place, values, matrix)
-            products = next(known) if kept else functional.linear(values, matrix, added)
-            yield Tile(number, tokens, first, products, torch.empty_like(products) if kept else None, take)
+            number = place.start // rows
+            known = kept[start // TOKENS * len(places) + number] if kept else None
+            products = functional.linear(values, matrix, added) if known is None else known
+            yield Tile(number, tokens, place.start, products, torch.empty_like(products) if kept else None, take)
 
 
 class HeadInTiles:

@@ -19,7 +19,8 @@ the loss as it is.
 Losses read the first three, entropy and accuracy the next two. TOTAL, TARGET and WEIGHTED have a gradient.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,27 @@ _SCALED = {WEIGHTED: 1, SQUARED: 2, PLAIN: 0}
 CHUNK = {"cpu": 2**20, "cuda": 2**26}
 """The most logits computed in fp32 at a time. On CUDA 256 MiB, which is 512 tokens of 128 thousand rows, so that
 kernels are few; on a CPU 4 MiB, which stay in its caches."""
+
+Parts = Callable[[Sequence[slice]], Iterable[slice]]
+
+_run: Parts = iter
+
+
+def run_parts(parts: Sequence[slice]) -> Iterable[slice]:
+    """Returns the parts to run of a loop over tiles or chunks, in order: all, unless `counting` says otherwise."""
+    return _run(parts)
+
+
+@contextmanager
+def counting(run: Parts) -> Iterator[None]:
+    """Returns a context in which loops over tiles or chunks run the parts that a function yields. For counts without
+    values, where equal parts take equally long."""
+    global _run
+    before, _run = _run, run
+    try:
+        yield
+    finally:
+        _run = before
 
 
 def type_of_sums(value: Tensor) -> torch.dtype:
@@ -233,7 +255,7 @@ def statistics_of(
     result: Tensor | None = None
     for tile in tiles:
         inner = _ids_in(tile, ids)
-        for chunk in _chunks(tile.products):
+        for chunk in run_parts(_chunks(tile.products)):
             values = of(tile.products[chunk], inner[chunk])
             result = values.new_empty((parts, len(values), len(ids))) if result is None else result
             result[tile.number, :, tile.tokens][:, chunk] = values
@@ -260,7 +282,7 @@ def hand_gradients(
     for tile in tiles:
         inner, known, chunks = _ids_in(tile, ids), factors[tile.number][:, tile.tokens], _chunks(tile.products)
         into = tile.products if tile.into is None else tile.into
-        for chunk in chunks:
+        for chunk in run_parts(chunks):
             part = of(tile.products[chunk], inner[chunk], known[:, chunk])
             if tile.into is None and len(chunks) == 1:
                 into = part

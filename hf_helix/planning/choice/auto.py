@@ -25,7 +25,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 
 from hf_helix.planning.annealing import anneal, threshold
@@ -55,19 +55,50 @@ SURE = 24.0
 """A period in which every action finds a place, since it is longer than any number of gaps that are too small."""
 
 
-def periodic_schedules(ranks: tuple[int, ...], costs: Costs, num_microbatches: int, count: int) -> list[Schedule]:
-    """Returns at most `count` schedules, the fastest of a short window first; `ranks` has the rank of each stage."""
-    clock = SlotClock(ranks, costs, min(num_microbatches, 3 * (max(ranks) + 1)))
+SHORT = 3
+"""Micro-batches for each rank of the short window that compares periods. From then on, every micro-batch takes as long
+as the one before."""
+
+
+def periodic_schedules(
+    ranks: tuple[int, ...], costs: Costs, num_microbatches: int, count: int, only_fastest: bool = False
+) -> list[Schedule]:
+    """Returns at most `count` schedules, the fastest of a short window first.
+
+    Args:
+        ranks: the rank of each stage.
+        only_fastest: returns the fastest of these in the whole window. A long window is extrapolated.
+    """
+    short = SHORT * (max(ranks) + 1)
+    made = _blocks(ranks, costs, min(num_microbatches, short))[:count]
+    if only_fastest and num_microbatches > 2 * short:
+        twice = SlotClock(ranks, costs, 2 * short)
+        more = (num_microbatches - short) / short
+        made = [min(made, key=lambda each: each[0] + more * (_seconds(twice, each[1]) - each[0]))]
+    whole = SlotClock(ranks, costs, num_microbatches)
+    return [_repeated(whole, *block) for _, block in made]
+
+
+Block = tuple[Mapping[Action, float], float]
+"""When the actions of a micro-batch begin, and the period in which they repeat."""
+
+
+@lru_cache(maxsize=16)
+def _blocks(ranks: tuple[int, ...], costs: Costs, num_microbatches: int) -> list[tuple[float, Block]]:
+    """Returns the blocks that were found, the fastest first, each after its seconds for a window."""
+    clock = SlotClock(ranks, costs, num_microbatches)
     tried = [_placed(clock, *each) for each in product(STRETCHES, GAPS)]
     if not any(tried):
         tried = [_placed(clock, SURE, 0.0)]
     blocks = [each for each in tried if each is not None]
-    made = [(simulate_schedule(_repeated(clock, *block), ranks, costs).seconds, block) for block in blocks]
-    whole = SlotClock(ranks, costs, num_microbatches)
-    return [_repeated(whole, *block) for _, block in sorted(made, key=lambda each: each[0])[:count]]
+    return sorted(((_seconds(clock, block), block) for block in blocks), key=lambda each: each[0])
 
 
-def _placed(clock: SlotClock, stretch: float, least: float) -> tuple[Mapping[Action, float], float] | None:
+def _seconds(clock: SlotClock, block: Block) -> float:
+    return simulate_schedule(_repeated(clock, *block), clock.ranks, clock.costs).seconds
+
+
+def _placed(clock: SlotClock, stretch: float, least: float) -> Block | None:
     """Returns when the actions of the first micro-batch begin, and the period; None if an action finds no place."""
     costs, stages = clock.costs, range(len(clock.ranks))
     loads = [0.0] * (max(clock.ranks) + 1)
@@ -166,7 +197,7 @@ def choose_schedule(
     if placement == FOLD:
         candidates = [run(name, build_schedule(name, num_ranks, num_microbatches)) for name in FOLDED]
     else:
-        found = periodic_schedules(ranks, costs, num_microbatches, FINALISTS)
+        found = periodic_schedules(ranks, costs, num_microbatches, FINALISTS, only_fastest=not search and limit is None)
         candidates = [run(SEARCHED, each) for each in found]
     max_live = max(max(simulated.live) for _, simulated in candidates)
     if limit is None or limit.passes is not None:

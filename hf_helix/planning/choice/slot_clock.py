@@ -45,6 +45,8 @@ class Costs:
     gain: float = 1.0
 
     def __post_init__(self) -> None:
+        for name in ("forward", "input", "weight"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         parts = (self.forward, self.input, self.weight)
         numbers = [self.transfer, *(seconds for part in parts for seconds in part)]
         if len({len(part) for part in parts}) != 1:

@@ -34,6 +34,7 @@ class Prediction:
     seconds: float  # of the full window
     reduction_seconds: float  # at its end, with gradient reductions and copies to the host only
     copy_seconds: float = 0.0  # at its end, with copies to the host only
+    further_seconds: float = 0.0  # of a further micro-batch, if the window repeats itself and was not simulated whole
     drawn: Timeline | None = field(default=None, repr=False)  # the timeline, if requested
     # of the timeline, in the order of issue, rank by rank
     instructions: Sequence[Instruction] = field(default=(), repr=False)
@@ -72,9 +73,15 @@ def predict(plan: Plan, profile: Profile, schedule: Schedule, timeline: bool = F
         if period:
             if left % period:  # the end of the window depends on the phase of the period
                 made, gaps = _simulated(window, copies + left % period, profile)
-            return replace(made, seconds=made.seconds + left // period * sum(gaps[0][-period:]))
+            further = sum(gaps[0][-period:]) / period
+            return _extended(made, left // period * period, further, window.shift)
     half = len(gaps[0]) // 2
-    return replace(made, seconds=made.seconds + left * max(sum(each[-half:]) / half for each in gaps))
+    return _extended(made, left, max(sum(each[-half:]) / half for each in gaps), window.shift)
+
+
+def _extended(made: Prediction, left: int, seconds: float, shift: int) -> Prediction:
+    """The prediction with further repetitions of so many seconds, of `shift` micro-batches each."""
+    return replace(made, seconds=made.seconds + left * seconds, further_seconds=seconds / shift)
 
 
 def _simulated(window: RepeatedWindow, copies: int, profile: Profile) -> tuple[Prediction, list[list[float]]]:

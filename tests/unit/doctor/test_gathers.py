@@ -89,7 +89,7 @@ def test_a_simulated_window_is_the_program_that_the_runtime_runs(plan: str, micr
     """With the same times the cost function says the same of it."""
     model = on_meta(num_hidden_layers=4)
     amounts = counted(model, batch=4, length=64, bf16=True)
-    case = Case(SIZES, 4, 64, microbatches, plan, shard_optimizer=True)
+    case = Case.of(SIZES, 4, 64, microbatches, plan=plan, shard_optimizer=True)
     step = simulate_step(amounts, case, CLUSTER)
     profile = replace(
         profile_of(amounts, case, CLUSTER, whole=True),

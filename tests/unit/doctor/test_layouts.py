@@ -26,7 +26,7 @@ from hf_helix.runtime.rank_units import cut_layers
 # Four devices joined by links that are slow for them.
 CLUSTER = cluster_with(devices_per_node=4, device={"peak_tflops": {"bf16": 0.05}}, node={"gb_per_s": 1})
 LENGTH = 64
-USUAL = Case(Sizes(), 1, LENGTH, 1)
+USUAL = Case.of(Sizes(), 1, LENGTH, 1)
 SEQUENCES = 512  # of a step: so many that sums of gradients are a small part of it
 
 
@@ -78,10 +78,10 @@ def test_every_layout_is_proposed_or_dropped_with_a_reason(ranking: Ranking):
     assert plain is ranking.steps[0], "a small model communicates least without being cut"
     # The optimizer is in shards wherever there are copies.
     for step in ranking.steps:
-        assert step.case.shard_optimizer == (step.case.sizes.dp > 1)
+        assert step.case.config.shard_optimizer == (step.case.sizes.dp > 1)
     # One strand is run where two have nothing to hide.
     for step in ranking.steps:
-        assert (step.case.plan == ONE_STRAND) is is_plain(step.case)
+        assert (step.case.config.plan == ONE_STRAND) is is_plain(step.case)
 
 
 def test_those_that_lead_are_predicted_at_higher_fidelity_and_ranked_by_that(ranking: Ranking):
@@ -181,8 +181,8 @@ def test_the_optimizer_is_whole_where_that_is_faster_and_fits():
     slow = replace(PAIR, node=replace(CLUSTER.node, latency=1e-3))
     plain = search_of(Sizes(dp=2), paper, slow, leading=1).plain()
     assert plain is not None
-    assert not plain.case.shard_optimizer
-    shared = replace(plain.case, shard_optimizer=True)
+    assert not plain.case.config.shard_optimizer
+    shared = plain.case.changed(shard_optimizer=True)
     step = simulate_step(paper.amounts(shared), shared, slow, Fidelity.WHOLE)
     assert plain.seconds < step.seconds
     assert step.memory.total < plain.memory.total
@@ -192,32 +192,32 @@ def test_the_optimizer_is_whole_where_that_is_faster_and_fits():
     scarce = replace(slow, device=replace(slow.device, memory=(plain.memory.total + step.memory.total) / 2))
     saved = search_of(Sizes(dp=2), paper, scarce).plain()
     assert saved is not None
-    assert saved.case.shard_optimizer or saved.case.shard_parameters
+    assert saved.case.config.shard_optimizer or saved.case.config.shard_parameters
 
 
 def test_one_strand_is_tried_where_two_need_recomputation():
     """A device that holds the activations of one strand alone, and links on which there is little to hide."""
     paper, sizes = paper_of(num_hidden_layers=4), Sizes(tp=2)
     roomy = replace(CLUSTER, devices_per_node=2, node=replace(CLUSTER.node, bandwidth=1e12))
-    one, two = (Case(sizes, 1, LENGTH, 8, plan=plan) for plan in (ONE_STRAND, "greedy"))
+    one, two = (Case.of(sizes, 1, LENGTH, 8, plan=plan) for plan in (ONE_STRAND, "greedy"))
     needs = [memory_of_case(paper.amounts(case), case).total for case in (one, two)]
     assert needs[0] < needs[1]
     tight = replace(roomy, device=replace(roomy.device, memory=sum(needs) / 2))
     for cluster, plan in ((roomy, "greedy"), (tight, ONE_STRAND)):
         (step,) = search_of(sizes, paper, cluster, sequences=8).steps
-        assert (step.case.plan, step.case.recompute) == (plan, "none")
+        assert (step.case.config.plan, step.case.recompute) == (plan, "none")
 
 
 def test_a_schedule_that_holds_less_is_named_where_auto_does_not_fit():
     paper, sizes = paper_of(num_hidden_layers=8), Sizes(pp=4)
-    kept = Case(sizes, 1, LENGTH, 32, ONE_STRAND, recompute="full")
-    auto, linear = (replace(kept, schedule=name) for name in ("auto", "1f1b"))
+    kept = Case.of(sizes, 1, LENGTH, 32, plan=ONE_STRAND, recompute="full")
+    auto, linear = (kept.changed(schedule=name) for name in ("auto", "1f1b"))
     needs, least = (memory_of_case(paper.amounts(case), case).total for case in (auto, linear))
     assert least < needs
     for room, schedule in ((1.05 * needs, "auto"), ((least + needs) / 2, "1f1b")):
         cluster = replace(CLUSTER, device=replace(CLUSTER.device, memory=room))
         (step,) = search_of(sizes, paper, cluster).steps
-        assert step.case.schedule == schedule
+        assert step.case.config.schedule == schedule
         assert step.memory.total <= room
     cluster = replace(CLUSTER, device=replace(CLUSTER.device, memory=0.9 * least))
     ranking = search_of(sizes, paper, cluster)
@@ -229,7 +229,7 @@ def test_gradients_are_reduced_in_every_micro_batch_where_that_saves_recomputati
     paper, sizes = paper_of(num_hidden_layers=24), Sizes(dp=2)
 
     def memory(**saving: str) -> float:
-        case = Case(sizes, 1, LENGTH, 16, "sequential", shard_parameters=True, **saving)
+        case = Case.of(sizes, 1, LENGTH, 16, plan="sequential", shard_parameters=True, **saving)
         return memory_of_case(paper.amounts(case), case).total
 
     once, often = memory(reduce_gradients="window"), memory(reduce_gradients="microbatch")
@@ -238,18 +238,18 @@ def test_gradients_are_reduced_in_every_micro_batch_where_that_saves_recomputati
     fast = replace(PAIR, device=device, node=replace(PAIR.node, bandwidth=1e15))
     step = search_of(sizes, paper, fast).plain()
     assert step is not None
-    assert (step.case.reduce_gradients, step.case.shard_parameters) == ("microbatch", True)
+    assert (step.case.config.reduce_gradients, step.case.config.shard_parameters) == ("microbatch", True)
     room = replace(fast, device=replace(device, memory=4 * once))
     step = search_of(sizes, paper, room).plain()
     assert step is not None
-    assert step.case.reduce_gradients == "window"
+    assert step.case.config.reduce_gradients == "window"
 
 
 def test_states_on_the_host_leave_room_and_take_its_time():
     paper, sizes = paper_of(num_hidden_layers=4), Sizes(tp=2)
     usual, offloaded = (
         simulate_step(paper.amounts(case), case, CLUSTER)
-        for case in (Case(sizes, 1, LENGTH, 8), Case(sizes, 1, LENGTH, 8, offload="optimizer"))
+        for case in (Case.of(sizes, 1, LENGTH, 8), Case.of(sizes, 1, LENGTH, 8, offload="optimizer"))
     )
     trained = usual.memory.states / STATES
     whole, small = (memory_of_case(paper.amounts(usual.case), replace(usual.case, state_bytes=n)) for n in (STATES, 2))
@@ -270,7 +270,7 @@ def test_states_on_the_host_leave_room_and_take_its_time():
 def test_an_update_hides_the_copies_of_other_slices():
     """By an update that takes long, all of them; by one that takes no time, none."""
     paper = paper_of(num_hidden_layers=4)
-    case = Case(Sizes(tp=2), 1, LENGTH, 8, offload="optimizer")
+    case = Case.of(Sizes(tp=2), 1, LENGTH, 8, offload="optimizer")
     quick, slow = (
         simulate_step(paper.amounts(case), case, replace(CLUSTER, host=Host(bandwidth=1e9, memory=memory)))
         for memory in (1e18, 1e8)
@@ -285,7 +285,7 @@ def test_weights_on_the_host_leave_room_and_are_copied_for_every_use():
     paper, sizes = paper_of(num_hidden_layers=12), Sizes(tp=2)
     kept, streamed = (
         simulate_step(paper.amounts(case), case, CLUSTER)
-        for case in (Case(sizes, 1, LENGTH, 8, offload=kind) for kind in OFFLOADS)
+        for case in (Case.of(sizes, 1, LENGTH, 8, offload=kind) for kind in OFFLOADS)
     )
     assert streamed.memory.gradients == kept.memory.gradients
     assert (streamed.memory.weights, streamed.memory.states) == (0, 0)
@@ -305,13 +305,13 @@ def test_inputs_of_layers_on_the_host_leave_room():
     paper = paper_of(num_hidden_layers=12)
     full, away = (
         simulate_step(paper.amounts(case), case, CLUSTER)
-        for case in (Case(Sizes(), 1, LENGTH, 8, ONE_STRAND, recompute=mode) for mode in ("full", "offload"))
+        for case in (Case.of(Sizes(), 1, LENGTH, 8, plan=ONE_STRAND, recompute=mode) for mode in ("full", "offload"))
     )
     kept = 4 * 64 * LENGTH  # bytes of an input, in fp32
     assert 8 * kept < full.memory.activations - away.memory.activations < 12 * kept
     assert full.memory.copies == away.memory.copies
     assert (full.host, away.host) == (0, CLUSTER.devices_per_node * 18 * kept), "half of the next micro-batch, too"
-    case = replace(away.case, sizes=Sizes(pp=4), schedule="1f1b", plan="greedy")
+    case = away.case.changed(Sizes(pp=4), schedule="1f1b", plan="greedy")
     pipeline = simulate_step(paper.amounts(case), case, CLUSTER)
     assert pipeline.host == 4 * 4 * 3 * kept, "the first rank has four micro-batches in its three layers"
     for kind in (Kind.UP, Kind.DOWN):
@@ -327,11 +327,11 @@ def test_layers_between_stages_are_cut_where_this_makes_a_pipeline_faster():
     paper = paper_of(num_hidden_layers=5, hidden_size=96, num_attention_heads=6, vocab_size=64)
     two = cluster_with(devices_per_node=2, device={"peak_tflops": {"bf16": 0.05}}, node={"gb_per_s": 1})
     (step,) = search_of(Sizes(pp=2), paper, two, sequences=128, leading=1).steps
-    counts = step.case.layers_per_stage
+    counts = step.case.config.layers_per_stage
     assert counts is not None
     assert any(count % 1 for count in counts)
     amounts = paper.amounts(step.case)
-    whole = simulate_step(amounts, replace(step.case, layers_per_stage=None), two, Fidelity.WHOLE)
+    whole = simulate_step(amounts, step.case.changed(layers_per_stage=None), two, Fidelity.WHOLE)
     assert step.seconds < 0.97 * whole.seconds
     model = on_meta("llama", num_hidden_layers=5, hidden_size=96, num_attention_heads=6, vocab_size=64)
     units = Llama().units(model, ParallelContext())

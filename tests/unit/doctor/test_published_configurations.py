@@ -48,7 +48,7 @@ def answers(model: Any) -> Iterator[str]:
     simulated = SimulatedModel(model, load_cluster("h100x8"))
     for sizes in SIZES:
         try:
-            assert simulated.amounts(Case(sizes, batch=1, microbatches=4, length=2048)).operators
+            assert simulated.amounts(Case.of(sizes, batch=1, microbatches=4, length=2048)).operators
         except ValueError as error:
             yield str(error)
 

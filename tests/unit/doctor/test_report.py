@@ -98,7 +98,7 @@ def test_a_step_is_compared_with_one_device_and_other_answers(step: Step) -> Non
 
 
 def test_the_gain_is_over_the_best_rival_that_fits(step: Step) -> None:
-    cut = replace(step, case=replace(step.case, sizes=replace(step.case.sizes, tp=2)))
+    cut = replace(step, case=step.case.changed(tp_size=2))
     large = replace(step, memory=replace(step.memory, weights=2 * CLUSTER.device.memory))
     rivals = [RivalStep(FSDP, slower(step, 1.5)), RivalStep(HSDP, slower(large, 0.5))]
     lines = [*ranking_lines(Ranking([cut], [], rivals), CLUSTER, 5)]
@@ -110,7 +110,7 @@ def test_the_gain_is_over_the_best_rival_that_fits(step: Step) -> None:
 @pytest.mark.parametrize("top", [1, 5])
 def test_layouts_that_are_too_close_to_tell_are_named(step: Step, top: int) -> None:
     others = [
-        replace(slower(step, factor), case=replace(step.case, sizes=replace(step.case.sizes, tp=tp)))
+        replace(slower(step, factor), case=step.case.changed(tp_size=tp))
         for tp, factor in ((2, 1.02), (4, 1.04), (8, 1.5))
     ]
     lines = [*ranking_lines(Ranking([step, *others], []), CLUSTER, top)]

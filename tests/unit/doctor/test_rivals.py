@@ -112,7 +112,7 @@ def test_the_host_of_stock_fsdp_issues_as_ours_does(amounts: Amounts):
     """Where the host is slower than the device, a step takes its time: 1.1 times that of one strand of hf_helix."""
     slow = replace(FAST, device=replace(FAST.device, issue_seconds=1e-3))
     stock = step_of(amounts, slow)
-    ours = simulate_step(amounts, replace(stock.case, cuda_graphs="false"), slow, Fidelity.WHOLE)
+    ours = simulate_step(amounts, stock.case.changed(cuda_graphs=False), slow, Fidelity.WHOLE)
     assert stock.window == pytest.approx(1.1 * (ours.window - ours.casts))
     assert step_of(amounts, FAST).window < 0.1 * stock.window
     on_cpu = replace(slow, device=replace(slow.device, host_runs_ahead=False))
@@ -188,7 +188,7 @@ def test_a_llama_of_1_billion_parameters_on_one_h100(monkeypatch: pytest.MonkeyP
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 8}
     config = LlamaConfig(num_hidden_layers=16, vocab_size=32000, tie_word_embeddings=False, **sizes)
     one = replace(NODE, devices_per_node=1)
-    case = Case(Sizes(), 2, 4096, 8, plan="sequential")
+    case = Case.of(Sizes(), 2, 4096, 8, plan="sequential")
     step = simulate_step(SimulatedModel(config, one).amounts(case), case, one)
     assert step.seconds == pytest.approx(1.2554, rel=0.02)
 
@@ -203,7 +203,7 @@ def test_a_llama_of_8_billion_parameters_with_fsdp_of_torchtitan(
     if not fused:
         monkeypatch.setattr(kernels, "is_on", lambda value: False)
     config = LlamaConfig(num_hidden_layers=32, vocab_size=128256, tie_word_embeddings=False, **sizes)
-    case = Case(Sizes(dp=8), 2, 8192, 1, plan="sequential", recompute="selective")
+    case = Case.of(Sizes(dp=8), 2, 8192, 1, plan="sequential", recompute="selective")
     step = simulate_rival(FSDP, SimulatedModel(config, NODE).amounts(case), case, NODE).step
     rate = step.tokens_per_second / 8
     assert rate / 6667 == pytest.approx(compiled, abs=0.03)

@@ -157,7 +157,7 @@ def test_recomputation_trades_time_for_memory(paper: SimulatedModel):
 
 def test_a_host_that_issues_slowly_bounds_the_window_but_for_a_replay_of_a_cuda_graph(paper: SimulatedModel):
     slow = replace(CLUSTER, device=replace(CLUSTER.device, issue_seconds=1e-3, replay_seconds=1e-9))
-    step, quick = step_of(paper, cluster=slow, tp=2, cuda_graphs="false"), step_of(paper, tp=2)
+    step, quick = step_of(paper, cluster=slow, tp=2, cuda_graphs=False), step_of(paper, tp=2)
     operators = 8 * 8 * 45  # of forward and backward of a layer, about
     assert step.window == pytest.approx(operators * 1e-3, rel=0.3)
     assert step.window > 5 * quick.window

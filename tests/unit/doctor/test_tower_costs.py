@@ -36,7 +36,7 @@ def on_meta(kind: str, frozen: bool = False) -> Any:
 
 
 def case_of(simulated: SimulatedModel, **sizes: int) -> Case:
-    return Case(Sizes(**sizes), 1, LENGTH, 8, image_share=simulated.image_share(LENGTH))
+    return Case.of(Sizes(**sizes), 1, LENGTH, 8, image_share=simulated.image_share(LENGTH))
 
 
 def products(counter: FlopCounterMode) -> int:
@@ -138,7 +138,7 @@ def test_layers_leave_the_rank_of_the_tower() -> None:
     simulated = SimulatedModel(on_meta("Qwen3VL"), CLUSTER, 1)
     case = case_of(simulated, pp=2)
     amounts = simulated.amounts(case)
-    cost = case.image_share * amounts.model.tower_cost
+    cost = case.config.image_share * amounts.model.tower_cost
     assert cost > 0.5
     counts = usual_counts(amounts, case)
     assert sum(counts) == 8
@@ -149,7 +149,7 @@ def test_layers_leave_the_rank_of_the_tower() -> None:
 
     every = [each for each in itertools.product(range(1, 9), repeat=4) if sum(each) == 8 and each[0] >= 2]
     assert heaviest(counts) == pytest.approx(min(map(heaviest, every)))
-    text = usual_counts(amounts, Case(case.sizes, 1, LENGTH, 8))
+    text = usual_counts(amounts, Case.of(case.sizes, 1, LENGTH, 8))
     assert counts[1] + counts[2] > text[1] + text[2]
     cut = even_counts(amounts, case, CLUSTER)
     assert cut[1] + cut[2] >= text[1] + text[2]

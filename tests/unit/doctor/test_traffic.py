@@ -70,7 +70,7 @@ def test_a_profile_has_sums_only_where_other_ranks_see_other_tokens() -> None:
     # Sums to parts send half.
     amounts = counted(on_meta(), tp_size=2)  # in fp32 all of a unit is in one flat
     whole = timed_traffic(PROFILE, amounts, CASE, CLUSTER)
-    parts = timed_traffic(PROFILE, amounts, replace(CASE, shard_parameters=True), CLUSTER)
+    parts = timed_traffic(PROFILE, amounts, CASE.changed(shard_parameters=True), CLUSTER)
     assert (
         sum(made.bytes for made in parts.layout.reductions)
         == sum(made.bytes for made in whole.layout.reductions)

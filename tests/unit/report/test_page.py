@@ -111,7 +111,7 @@ def test_the_memory_of_a_run_is_that_of_its_case(options: dict[str, Any], shared
     drawn = memory_of_run(model.config, profile, mesh, Prediction(0.0, 0.0, drawn=timeline, instructions=programs))
     most = max(sum(parts) for parts in zip(*drawn.parts.values(), strict=True))
     assert most == pytest.approx(step.memory.total)
-    assert (max(drawn.parts["states"]) == 0) is bool(case.offload)
+    assert (max(drawn.parts["states"]) == 0) is bool(case.config.offload)
 
 
 class Sources(HTMLParser):
