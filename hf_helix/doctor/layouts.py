@@ -37,7 +37,7 @@ from hf_helix.doctor.step import (
 )
 from hf_helix.doctor.window import Fidelity, possible_names
 from hf_helix.planning.choice.memory import Peak
-from hf_helix.planning.choice.scheduler import Scheduler, check_schedule
+from hf_helix.planning.choice.scheduler import Scheduler
 from hf_helix.planning.schedule.named import FOLDED, NAMED_SCHEDULES
 from hf_helix.planning.schedule.placement import split_layers, stage_ranks
 from hf_helix.planning.timing.cluster import Cluster, divisors
@@ -162,8 +162,7 @@ class Search:
 
     def run(self) -> Ranking:
         """Returns the layouts by speed, as found before if the question was asked before; none if nothing fits. Raises
-        ValueError if the cluster has no rate for the type of matrix products, or the schedule is unknown."""
-        check_schedule(self.usual.config.schedule)
+        ValueError if the cluster has no rate for the type of matrix products."""
         step = self.batch_tokens, self.off, tuple(self.batches)
         question = "ranking", self.cluster, step, self.leading, self.layout, self.wanted
         return self.model.answer(question, self.usual, self._found, (Ranking, Dropped, RivalStep, *OF_STEPS))

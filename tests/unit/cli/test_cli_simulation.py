@@ -292,7 +292,7 @@ def test_a_model_that_no_layout_holds_is_refused_with_all_reasons(capsys: Any, t
         (["--gpus", "3"], "--gpus 3: nodes have 2 devices each; give a multiple, such as 4"),
         (["--gpus", "4"], "--gpus 4: two CPUs has no `network`, which more than 2 devices need"),
         (["--dtype", "bf16"], "two CPUs has no device.peak_tflops for bf16; it has fp32"),
-        (["--schedule", "zigzag"], "schedule='zigzag' is neither the name of a schedule nor an existing file"),
+        (["--schedule", "zigzag"], "schedule='zigzag' is neither a schedule nor an existing file"),
         (["--model", "nowhere/at-all"], "nowhere/at-all: there is no such folder or file here"),
         (["--cluster", "h101x8"], "cluster='h101x8' is neither a file nor a cluster that hf_helix brings"),
         (["--modle", "x"], "hf-helix doctor: error: unknown option --modle (did you mean '--model'?)"),
@@ -328,7 +328,7 @@ def test_simulate_shows_all_plans(small: Path, capsys: Any, monkeypatch: Any):
         (["--tp_size", "4"], "two CPUs has 2 devices, which tp_size x pp_size x cp_size = 4 does not divide"),
         (["--ep_size", "4"], "--ep_size 4 does not divide the 2 data-parallel ranks"),
         (["--microbatches", "0"], "--microbatches 0: give 1 or more"),
-        (["--schedule", "zigzag"], "schedule='zigzag' is neither the name of a schedule nor an existing file"),
+        (["--schedule", "zigzag"], "schedule='zigzag' is neither a schedule nor an existing file"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(words: list[str], message: str, small: Path, capsys: Any):
