@@ -341,6 +341,7 @@ def measure_overhead(options: argparse.Namespace) -> tuple[str, Any]:
         f"windows with looks over windows without, {options.turn} of each in turn, on rank 0",
         columns(("a window's", "ratio, median", "95 %", "quartiles", "pairs"), rows),
         f"cores' time of the threads that look and watch: {threads / seconds:.2%} of the run's time",
+        f"alarms: {len(trainer.helix.session.looks.named)}",
         _about(trainer, faults),
     ]
     return "\n".join(lines), result

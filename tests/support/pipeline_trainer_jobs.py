@@ -32,7 +32,7 @@ def with_buckets(runner: Runner, size: int) -> Runner:
     """The runner with buckets of another size."""
     with buckets_of(size):
         plain = replace(runner.rank_units.layout, traffic=())
-        layout = with_traffic(plain, planned_buckets(plain, runner.rank_units.all_units, runner.mesh), ())
+        layout = with_traffic(plain, planned_buckets(runner.rank_units, runner.mesh.place), ())
         rank_units, streams = replace(runner.rank_units, layout=layout), runner.executor.streams
         return Runner(rank_units, runner.plan, runner.mesh, streams, runner.scheduler, runner.seed)
 

@@ -133,7 +133,7 @@ def test_ids_are_looked_up_as_the_model_changes_them() -> None:
     )
     ids = torch.tensor([[5], [model.config.image_token_id]])
     expected = model.get_input_embeddings().weight[[5, model.config.text_config.pad_token_id]]
-    assert torch.equal(lookup.function(ids)[:, 0], expected)
+    assert torch.equal(lookup.function(ids=ids)[:, 0], expected)
 
 
 def shared(name: str, cp_size: int, rank: int = 1, **ways: Any) -> list[Unit]:
