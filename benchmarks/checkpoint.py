@@ -54,7 +54,11 @@ LAYOUTS: Mapping[int, Sequence[dict[str, int]]] = {
     4: [{"tp_size": 4}, {"pp_size": 4}, {"tp_size": 2, "pp_size": 2}, {"tp_size": 2}, {}],
 }
 WAYS = ("whole", "folder", "random", "save")
-SAVERS: Mapping[str, dict[str, Any]] = {"tp_size=2": {"tp_size": 2}, "shard_parameters": {"shard_parameters": True}}
+SAVERS: Mapping[str, dict[str, Any]] = {
+    "tp_size=2": {"tp_size": 2},
+    "shard_parameters": {"shard_parameters": True},
+    "tp_size=2, link=200mbit": {"tp_size": 2, "link": "200mbit"},
+}
 BETWEEN, SKIPPED = 7, 2
 """For `beside`: the steps up to the first save, between the saves and after them; those at the begin not counted."""
 
