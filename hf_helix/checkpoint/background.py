@@ -44,9 +44,9 @@ what training allocates meanwhile."""
 _LEAST = 1 << 20  # bytes of a copy with memory of its own
 
 _NICE = 19
-"""The priority of the thread that writes. On Linux it gets a seventieth of a core that computation keeps busy, and all of
-a core that waits for communication. Beside two ranks on two cores, the step that met a save of 0.5 GB a rank took 2.1
-times as long with 0, 1.5 times with 10, and 1.3 times with 19, for a second step of 1.2 times."""
+"""The priority of the thread that writes. On Linux it gets a seventieth of a core that computation keeps busy, and all
+of a core that waits for communication. Two ranks on two cores took 1.7 times as long for the step that met a save of
+0.5 GB a rank with 0, 1.5 times with 10, and 1.3 times with 19, in which a second step took 1.25 times as long."""
 
 
 class Writes(NamedTuple):
