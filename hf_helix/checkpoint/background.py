@@ -4,7 +4,7 @@ In:   this rank's tensors, to be copied on the host; functions that write files,
 Out:  the same files, written by a thread; the same error on every rank if any could not write.
 Must hold: the thread uses no process group and no device, so it meets no communication of training; it takes what
 computation leaves of the cores. Weights and states on the host are copied by the thread while the next window runs,
-since they do not change before the optimizer's step, which copies what is left; everything else is copied at once.
+since they do not change before the optimizer's step, which copies the rest; everything else is copied at once.
 Files are published when all ranks have written. Only what this rank writes is copied, and each copy is freed once
 written.
 """

@@ -66,7 +66,7 @@ class DirectFile(io.RawIOBase):
         if self._memory is None:
             self._memory = mmap.mmap(-1, BUFFER, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         filled = np.frombuffer(self._memory, np.uint8, len(view))
-        np.copyto(filled, np.frombuffer(view, np.uint8))  # other threads of Python run meanwhile
+        np.copyto(filled, np.frombuffer(view, np.uint8))  # other threads of Python may run
         try:
             _write(self._direct, filled.data, offset)
         except OSError as error:

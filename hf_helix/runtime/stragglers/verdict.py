@@ -15,10 +15,10 @@ decides.
     host busy          pauses, garbage collections, callbacks                    the other ranks
 
 A slow core or link slows every window: it must do so in each of the last `LOOKS` looks, and the smallest share counts.
-Late data and pauses are events, and most windows of a few milliseconds have none: all looks of the last `SPAN` seconds
-count, without the one with the largest event, so one event is no verdict.
+Late data and pauses are events, and most windows of a few milliseconds are free of them. All looks of the last `SPAN`
+seconds count, without the one with the largest event, so one event is no verdict.
 
-A rank that arrives at a transfer before others waits inside, so its time says nothing of its link.
+A rank that arrives at a transfer before others waits inside, so its time is no sign of its link.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Excess(NamedTuple):
     Attributes:
         share: of the time of a window.
         cause: one of four.
-        detail: the operator, the axis, or what the host does.
+        detail: the operator, the axis, or the activity of the host.
         factor: of the time that it takes in other ranks; 0 if there is none to compare with.
         is_large: whether it is beyond noise.
     """
@@ -285,7 +285,7 @@ class History:
 
 
 def judge(past: Sequence[Compared], last: Sequence[Compared], span: Sequence[Compared]) -> Verdict | None:
-    """Returns the verdict of the last looks, compared with those of the past; None without one.
+    """Returns the verdict of the last looks, compared with the past; None without one.
 
     Args:
         past: looks before the last.
