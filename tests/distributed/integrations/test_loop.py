@@ -15,11 +15,11 @@ from support.loop_jobs import batches_of, made, reset, said, stock_window, stock
 from support.marks import slow
 from support.models import llama, sequences
 from torch.nn import functional
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader
 from transformers import default_data_collator
 
 from hf_helix import HelixConfig, HelixPlugin
+from hf_helix.integrations import steps
 from hf_helix.runtime.divided import DividedParameter, full_of
 
 # -- what the ranks run ------------------------------------------------------------------------------------------------
@@ -162,10 +162,10 @@ def stray(option: str) -> dict[str, str]:
     model. Nothing watches them once the model is gone."""
     plugin = HelixPlugin(HelixConfig(cache=False, plan="sequential", **{option: True}))
     gc.collect()
-    before = len(_global_optimizer_pre_hooks)
+    before = len(steps._calls)
     made(plugin, 1, 8)[1].engine.close()
     gc.collect()
-    assert len(_global_optimizer_pre_hooks) == before
+    assert len(steps._calls) == before
     reset()
     accelerator, whole = Accelerator(cpu=True, parallelism_config=plugin), llama()
     first = torch.optim.AdamW(whole.parameters())
