@@ -88,6 +88,12 @@ def check(cluster_of: ClusterOf, folder: Path, case: Case, orders: Sequence[str]
             assert_same_bits(ranks[0][place], ranks[0][0])
 
 
+def check_adapted(cluster_of: ClusterOf, folder: Path, name: str, model: Mapping[str, Any], layout: str) -> None:
+    """See `check`; of a model with adapters, with a layer or more for each stage."""
+    layers = {"num_hidden_layers": 4 if "pp2" in layout else 2}
+    check(cluster_of, folder, Case(name, {**layers, **model}, layout, "dense"), ("sequential", "dhelix"))
+
+
 # -- in the processes of a cluster ---------------------------------------------------------------------------------
 
 _latest: list[tuple[str, Any]] = []

@@ -259,6 +259,7 @@ class History:
         self._past: deque[Compared] = deque(maxlen=PAST)
         self._last: deque[Compared] = deque(maxlen=LOOKS)
         self._span: deque[Compared] = deque()
+        self._excesses: list[list[Excess]] = []  # by rank
         self._named: list[Compared] = []  # of the last
 
     def add(self, look: Compared) -> Verdict | None:
@@ -269,34 +270,27 @@ class History:
         self._span.append(look)
         while len(self._span) > LOOKS and _seconds_of([*self._span][1:]) >= SPAN:
             self._span.popleft()
-        verdict = judge(self._past, self._last, self._span)
+        ranks = range(len(look.times))
+        self._excesses = [_excesses(self._past, self._last, self._span, rank) for rank in ranks]
+        verdict = judge(look, self._excesses) if len(self._last) == LOOKS else None
         self._named = [*self._last] if verdict else [each for each in self._named if each in self._last]
         return verdict
 
     def slowest(self) -> tuple[int, float] | None:
         """Returns the rank with the largest excess that lasts over the last looks, and its share of a step's time,
         without a word on whether it is noise; None before the first look."""
-        if not self._last:
+        if not self._excesses:
             return None
-        ranks = range(len(self._last[-1].times))
-        shares = [max(each.share for each in _excesses(self._past, self._last, self._span, rank)) for rank in ranks]
-        most = max(ranks, key=shares.__getitem__)
+        shares = [max(each.share for each in excesses) for excesses in self._excesses]
+        most = max(range(len(shares)), key=shares.__getitem__)
         return most, min(1.0, max(0.0, shares[most]))
 
 
-def judge(past: Sequence[Compared], last: Sequence[Compared], span: Sequence[Compared]) -> Verdict | None:
-    """Returns the verdict of the last looks, compared with the past; None without one.
-
-    Args:
-        past: looks before the last.
-        last: `LOOKS` of them, or fewer at first.
-        span: the looks of the last `SPAN` seconds.
-    """
-    if len(last) < LOOKS:
-        return None
+def judge(look: Compared, excesses: Sequence[Sequence[Excess]]) -> Verdict | None:
+    """Returns the verdict of a look, from the excesses of every rank that last; None without one."""
     found = {}
-    for rank in range(len(last[-1].times)):
-        large = [each for each in _excesses(past, last, span, rank) if each.is_large]
+    for rank, lasting in enumerate(excesses):
+        large = [each for each in lasting if each.is_large]
         if large and (most := max(large)).share >= LEAST_SHARES[most.cause]:
             found[rank] = most
     if not found:
@@ -305,11 +299,18 @@ def judge(past: Sequence[Compared], last: Sequence[Compared], span: Sequence[Com
     ranks = [worst]
     if found[worst].cause == LINK:  # a slow link between hosts slows all ranks of a group
         ranks = [rank for rank, each in found.items() if each.cause == LINK and each.share > 0.8 * found[worst].share]
-    return Verdict(tuple(ranks), tuple(last[-1].times[rank].host for rank in ranks), found[worst])
+    return Verdict(tuple(ranks), tuple(look.times[rank].host for rank in ranks), found[worst])
 
 
 def _excesses(past: Sequence[Compared], last: Sequence[Compared], span: Sequence[Compared], rank: int) -> list[Excess]:
-    """Returns the excess of a rank by every cause."""
+    """Returns the excess of a rank by every cause.
+
+    Args:
+        past: looks before the last.
+        last: `LOOKS` of them, or fewer at first.
+        span: the looks of the last `SPAN` seconds.
+        rank: the rank.
+    """
     return [
         min(_computing(look, past, rank) for look in last),
         min(_link(look, past, rank) for look in last),

@@ -7,8 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from invariant.classes import Case
-from invariant.harness import check
+from invariant.harness import check_adapted
 from peft import (
     AdaLoraConfig,
     IA3Config,
@@ -180,8 +179,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_gradients_equal_the_unsplit_models(name: str, layout: str, cluster_of: Any, tmp_path: Path) -> None:
     """Losses, the gradient of every trained weight by name, and the same bits under every plan."""
-    layers = {"num_hidden_layers": 4 if "pp2" in layout else 2}
-    check(cluster_of, tmp_path, Case(name, {**layers, **MODELS[name]}, layout, "dense"), ("sequential", "dhelix"))
+    check_adapted(cluster_of, tmp_path, name, MODELS[name], layout)
 
 
 def test_dropout_is_the_same_under_every_plan(cluster_of: Any, tmp_path: Path) -> None:
