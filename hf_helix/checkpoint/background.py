@@ -16,6 +16,7 @@ import mmap
 import os
 import sys
 import threading
+import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from hf_helix.checkpoint.direct import between_writes
 from hf_helix.runtime.distributed.agreement import (
     all_gather_object,
     decide_on_rank_0,
@@ -47,6 +49,10 @@ _NICE = 19
 """The priority of the thread that writes. On Linux it gets a seventieth of a core that computation keeps busy, and all
 of a core that waits for communication. Two ranks on two cores took 1.7 times as long for the step that met a save of
 0.5 GB a rank with 0, 1.5 times with 10, and 1.3 times with 19, in which a second step took 1.25 times as long."""
+
+SHARE, LONGEST = 0.04, 60.0
+"""The share of a core that the thread takes on a host whose cores all compute, and the seconds after which it rests no
+more: a long save loses more steps if the run dies before it is complete."""
 
 
 class Writes(NamedTuple):
@@ -77,6 +83,7 @@ class BackgroundSave:
         abandon: removes unfinished files after an error, on rank 0.
         exchange: of all ranks.
         yields: whether the thread takes only what others leave of the cores.
+        rests: whether it also rests, since others leave nothing.
     """
 
     def __init__(
@@ -87,9 +94,11 @@ class BackgroundSave:
         abandon: Callable[[], object],
         exchange: StoreExchange,
         yields: bool,
+        rests: bool = False,
     ) -> None:
         self._writes, self._copies, self._publish, self._abandon = writes, copies, publish, abandon
         self._exchange, self._yields = exchange, yields
+        self._pace = Pace(LONGEST if yields and rests else 0.0)
         self._error: Exception | None = None
         self._has_written = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hf_helix-save", daemon=True)
@@ -111,7 +120,8 @@ class BackgroundSave:
         self._thread.join(seconds)
 
     def _hurry(self) -> None:
-        """Gives the thread the priority of others again, if the system allows this process to."""
+        """Ends the rests of the thread, and gives it the priority of others, if the system allows this process to."""
+        self._pace.end()
         if self._thread.is_alive() and self._thread.native_id is not None:
             _set_priority(self._thread.native_id, 0)
 
@@ -125,6 +135,7 @@ class BackgroundSave:
             _yield_cores()
         try:
             self._copies.fill()
+            self._pace.begin()
             results: list[Any] = []
             mine = _attempt(lambda: results.extend(each.write() for each in self._writes))
             self._has_written.set()
@@ -167,6 +178,45 @@ def _set_priority(thread: int, number: int) -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, thread, number)
+
+
+class Pace:
+    """Rests of a thread between its writes, so that it takes `SHARE` of a core.
+
+    Args:
+        longest: the seconds after which the thread rests no more.
+    """
+
+    def __init__(self, longest: float) -> None:
+        self._longest = longest
+        self._has_ended = threading.Event()
+
+    def begin(self) -> None:
+        """Begins the rests of this thread."""
+        self._start, self._used = time.perf_counter(), time.thread_time()
+        between_writes.set(self._rest)
+
+    def end(self) -> None:
+        """Ends all rests: somebody waits for the thread."""
+        self._has_ended.set()
+
+    def _rest(self) -> None:
+        took = min((time.thread_time() - self._used) / SHARE, self._longest)
+        self._has_ended.wait(max(0.0, self._start + took - time.perf_counter()))
+
+
+def cores_are_busy(device: torch.device) -> bool:
+    """Returns whether training leaves no core of this host: every rank computes on as many threads as it has cores.
+
+    Args:
+        device: of training.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return device.type == "cpu" and cores <= _ranks_of_host() * torch.get_num_threads()
+
+
+def _ranks_of_host() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
 
 
 # -- copies ----------------------------------------------------------------------------------------------------------
@@ -239,8 +289,7 @@ def _advise(memory: mmap.mmap, advice: str) -> None:
 
 def has_room(count: int) -> bool:
     """Returns whether the host has room for `count` bytes of every rank on it."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
-    return count * ranks <= LARGEST_SHARE * _free_memory()
+    return count * _ranks_of_host() <= LARGEST_SHARE * _free_memory()
 
 
 def _free_memory() -> int:

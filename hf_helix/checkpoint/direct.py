@@ -18,7 +18,8 @@ import functools
 import io
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ LOCAL = frozenset({"ext4", "xfs"})
 BLOCK = 4096  # bytes; a multiple of the block of every disk
 LEAST = 16 * BLOCK  # bytes of blocks in a row that are worth a write of their own
 BUFFER = 8 << 20  # bytes of the aligned memory
+
+between_writes: ContextVar[Callable[[], object]] = ContextVar("between_writes", default=lambda: None)
+"""Called after each write of up to `BUFFER` bytes, for every thread its own."""
 
 
 class DirectFile(io.RawIOBase):
@@ -54,11 +58,13 @@ class DirectFile(io.RawIOBase):
         first = -offset % BLOCK
         end = first + (len(view) - first) // BLOCK * BLOCK
         if self._direct is None or end - first < LEAST:
-            _write(self._file, view, offset)
-            return
-        _write(self._file, view[:first], offset)
+            first = end = len(view)
+        for start in range(0, first, BUFFER):
+            _write(self._file, view[start : min(start + BUFFER, first)], offset + start)
+            between_writes.get()()
         for start in range(first, end, BUFFER):
             self._write_blocks(view[start : min(start + BUFFER, end)], offset + start)
+            between_writes.get()()
         _write(self._file, view[end:], offset + end)
 
     def _write_blocks(self, view: memoryview, offset: int) -> None:

@@ -30,7 +30,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_AR
 from transformers.trainer_utils import rotate_checkpoints
 
 from hf_helix.checkpoint import files as atomic
-from hf_helix.checkpoint.background import BackgroundSave, Copies, Writes, has_room
+from hf_helix.checkpoint.background import BackgroundSave, Copies, Writes, cores_are_busy, has_room
 from hf_helix.checkpoint.claims import make_unfinished
 from hf_helix.checkpoint.manifest import Manifest, describe_parameters
 from hf_helix.checkpoint.training_state import Generators, begin_saving_states, generators, named_states, save_states
@@ -180,7 +180,8 @@ class SavingHooks(PreemptionHooks):
             finally:
                 writes, self._writes, self._staging = self._writes or [], None, None
             abandon = functools.partial(_abandon, staging, folder)
-            files = BackgroundSave(writes, self._copies, publish, abandon, self._exchange, yields=not waits)
+            rests = cores_are_busy(self.helix.mesh.device)
+            files = BackgroundSave(writes, self._copies, publish, abandon, self._exchange, not waits, rests)
             if self._may_change_weights():
                 self._copies.fill()
         self._pending = PendingSave(files, os.path.join(folder, name), _copied(self.state), self._pushes, not waits)
