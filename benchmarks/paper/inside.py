@@ -29,7 +29,7 @@ from benchmarks.paper.published import (
 from benchmarks.paper.runs import Run, Runs, case_of
 from benchmarks.paper.table import Artifact
 from hf_helix.config import RECOMPUTE
-from hf_helix.doctor.case import GRADIENT
+from hf_helix.doctor.amounts.records import GRADIENT
 from hf_helix.doctor.step import memory_of_case
 from hf_helix.planning.graph.backward import RECEIVE, SEND
 from hf_helix.planning.graph.operator import Kind

@@ -14,7 +14,7 @@ time.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hf_helix.doctor.amounts.records import Amounts, Gradient
+from hf_helix.doctor.amounts.records import Amounts
 from hf_helix.doctor.step import Step
 from hf_helix.doctor.window import WindowClock
 from hf_helix.planning.graph.backward import (
@@ -26,6 +26,7 @@ from hf_helix.planning.graph.backward import (
     place_weights,
 )
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
+from hf_helix.planning.parameters import Parameter
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.profile import Pair, Profile
 from hf_helix.planning.window.layout import Layout, Name, is_traffic, named_operators
@@ -196,15 +197,18 @@ def step_in_tiles(
     """
     pairs = tile_pairs(amounts.layout.graphs, tiles)
 
-    def tiled(made: Gradient) -> Gradient:
-        return replace(
-            made, adders=tuple((unit, each) for unit, op in made.adders for each in _adders(pairs[unit], op, tiles))
-        )
+    names = amounts.layout.units
 
-    gradients = {name: [tiled(made) for made in of_unit] for name, of_unit in amounts.gradients.items()}
-    clock = WindowClock(
-        profile, replace(amounts, gradients=gradients), step.case, cluster, step.fidelity, reduces=reduces
+    def tiled(row: Parameter) -> Parameter:
+        each = ((unit, tile) for unit, op in row.adders for tile in _adders(pairs[names[unit]], op, tiles))
+        return replace(row, adders=tuple(each))
+
+    of_tiles = replace(
+        amounts,
+        layout=replace(amounts.layout, graphs=pairs),
+        parameters=[tiled(row) for row in amounts.parameters],
     )
+    clock = WindowClock(profile, of_tiles, step.case, cluster, step.fidelity, reduces=reduces)
     made = clock.time()
     return replace(
         step,

@@ -147,7 +147,7 @@ class DoctorCommand(OnCluster):
     @without_collection
     def run(self) -> None:
         """Prints the best layouts."""
-        from hf_helix.doctor.case import STATES
+        from hf_helix.doctor.amounts.records import STATES
         from hf_helix.doctor.layouts import CLOSE
         from hf_helix.doctor.report import (
             checkpoint_line,
@@ -283,7 +283,7 @@ class DoctorCommand(OnCluster):
     def _what_helps(self, simulated: SimulatedModel, tokens: int, least: float = 0.0) -> list[str]:
         """Returns the changed options under which a quick search finds a layout with more than `least` tokens a second,
         each with the layout."""
-        from hf_helix.doctor.case import STATES
+        from hf_helix.doctor.amounts.records import STATES
 
         cluster, found = self.scaled_cluster(), []
         changes: list[dict[str, Any]] = [{"lora_r": 16}] if not self.lora_r else []

@@ -13,12 +13,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hf_helix.config import EVERY_MICROBATCH, HelixConfig
+from hf_helix.doctor.amounts.records import STATES
 from hf_helix.planning.choice.scheduler import Scheduler
+from hf_helix.planning.parameters import EXPERTS, TP, VOCABULARY, Place, Ranks, Sharers
 from hf_helix.planning.schedule.placement import layer_ranks, stage_ranks
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES, Sizes
-
-PARAMETER, GRADIENT, STATES = 4, 4, 8
-"""Bytes of an element: trained weights and gradients in fp32, and the two states of Adam."""
 
 FLASH1, FLASH2, RING = "flash1", "flash2", "ring"
 """Kernels of attention in the files of clusters: the first FlashAttention; the second, of torch's
@@ -103,6 +102,18 @@ class Case:
     def recompute(self) -> str:
         """The operators that backward runs again."""
         return self.config.recompute or "none"
+
+    @functools.cached_property
+    def place(self) -> Place:
+        """The place of the first rank, as parameters know it."""
+        sizes, shards = self.sizes, self.spread_gradients
+        slices = {TP: sizes.tp, EXPERTS: sizes.tp * sizes.ep, VOCABULARY: sizes.tp * self.counted.pp_size}
+        axes: dict[str, Sharers] = {}
+        for axis, size in slices.items():
+            copies = EXPERT_COPIES if axis == EXPERTS else COPIES
+            replicas = sizes.expert_copies if axis == EXPERTS else sizes.copies
+            axes[axis] = Sharers(Ranks(size), Ranks(replicas), Ranks(shards.get(copies, 1)))
+        return Place(axes, num_sequence_parts=sizes.cp, num_batches=sizes.dp)
 
     @property
     def counted(self) -> HelixConfig:

@@ -192,7 +192,7 @@ def amounts_of(
         with meta_as(backend):
             amounts = count_amounts(runner, window, handed_on, about, spread)
         amounts = replace(amounts, handed_over=sum(value.nbytes for value in of_slices))
-        return of_slices_alone(amounts, rank_units) if config.spread_vocabulary else amounts
+        return of_slices_alone(amounts) if config.spread_vocabulary else amounts
     finally:
         for parameter, value in whole.items():
             parameter.data, parameter.grad = value, None

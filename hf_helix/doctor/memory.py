@@ -18,14 +18,15 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from hf_helix.doctor.amounts.records import Adders, Amounts, Gradient, Storage, Weights, outputs_of
-from hf_helix.doctor.case import ELEMENT, GRADIENT, PARAMETER, Case
+from hf_helix.doctor.amounts.records import GRADIENT, PARAMETER, Amounts, Storage, Weights, outputs_of
+from hf_helix.doctor.case import ELEMENT, Case
 from hf_helix.planning.choice.memory import Passes, Peak
 from hf_helix.planning.graph.operator import Kind, Part
+from hf_helix.planning.parameters import Adder
 from hf_helix.planning.schedule.actions import Schedule, Slot
 from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES
-from hf_helix.planning.traffic import BUCKET_BYTES
+from hf_helix.planning.traffic import BUCKET_BYTES, BucketMember
 from hf_helix.planning.window.instructions import Instruction, entry_of
 from hf_helix.planning.window.layout import Key, Layout
 from hf_helix.planning.window.passes import MAX_COPIES
@@ -127,10 +128,11 @@ def _unsharded_bytes(amounts: Amounts, names: Sequence[str], case: Case) -> floa
     """Returns the bytes of full fp32 weights outside this rank's shard on the device; other types count as copies
     already."""
     total = 0.0
-    for kept in amounts.kept:
-        if kept.element_bytes == PARAMETER:
-            ranks = case.spread_gradients.get(kept.axis, 1)
-            total += names.count(kept.units[0]) * kept.bytes * (1 if case.config.offload else 1 - 1 / ranks)
+    for row in amounts.parameters:
+        if row.flat is not None and row.flat.is_kept and row.flat.itemsize == PARAMETER:
+            ranks = case.place.sharers(row.cut.mesh_axis).shards.size
+            held = names.count(amounts.layout.units[row.units[0]]) * PARAMETER * row.most_elements(case.place)
+            total += held * (1 if case.config.offload else 1 - 1 / ranks)
     return total
 
 
@@ -247,28 +249,30 @@ def _spans_of_gradients(amounts: Amounts, layout: Layout, program: Sequence[Inst
     bucket, and few further buckets are in flight. The copy is made while they exist."""
     if not amounts.spread:
         return
-    sizes: dict[tuple[Adders, int], int] = {}  # bytes of gradients
-    added: dict[tuple[int, str], list[tuple[Adders, int]]] = {}  # gradients by adder
-    for rank in range(layout.num_ranks):
-        for gradient, adders in _sharded_gradients(amounts, layout, rank):
-            sizes[adders, id(gradient)] = GRADIENT * gradient.elements
-            for adder in adders:
-                added.setdefault(adder, []).append((adders, id(gradient)))
+    gradients = [each for rank in range(layout.num_ranks) for each in _sharded_gradients(amounts, layout, rank)]
+    sizes = [each.bytes for each in gradients]
+    added: dict[Adder, list[int]] = {}  # gradients by adder
+    for number, gradient in enumerate(gradients):
+        for adder in gradient.adders:
+            added.setdefault(adder, []).append(number)
     adding = {each.unit: set(each.adders) for each in layout.reductions}
-    reduced = {unit: [key for key in sizes if adders.issuperset(key[0])] for unit, adders in adding.items()}
+    reduced = {
+        unit: [number for number, each in enumerate(gradients) if adders.issuperset(each.adders)]
+        for unit, adders in adding.items()
+    }
     copying = [2 * place for place, made in enumerate(program) if _reduces(made)]
     ends = iter([*copying[MAX_COPIES + 1 :], *[NEVER] * (MAX_COPIES + 1)])
-    begun: dict[tuple[Adders, int], int] = {}  # the begins of live gradients
+    begun: dict[int, int] = {}  # the begins of live gradients
     for place, made in enumerate(program):
         now, op = 2 * place, made.operator
         if _reduces(made):
-            mine, end = {key: begun.pop(key) for key in reduced[made.unit] if key in begun}, next(ends)
-            yield now, now + 1, GRADIENTS, sum(sizes[key] for key in mine)
-            yield from ((begin, end, GRADIENTS, sizes[key]) for key, begin in mine.items())
+            mine, end = {number: begun.pop(number) for number in reduced[made.unit] if number in begun}, next(ends)
+            yield now, now + 1, GRADIENTS, sum(sizes[number] for number in mine)
+            yield from ((begin, end, GRADIENTS, sizes[number]) for number, begin in mine.items())
         elif op is not None and op.part in (Part.B, Part.W):
-            for key in added.get((made.unit, op.name), ()):
-                begun.setdefault(key, now)
-    yield from ((begin, NEVER, GRADIENTS, sizes[key]) for key, begin in begun.items())
+            for number in added.get((made.unit, op.name), ()):
+                begun.setdefault(number, now)
+    yield from ((begin, NEVER, GRADIENTS, sizes[number]) for number, begin in begun.items())
 
 
 def _reduces(instruction: Instruction) -> bool:
@@ -277,11 +281,10 @@ def _reduces(instruction: Instruction) -> bool:
     return op is not None and op.is_traffic and op.part is Part.B and not op.kind.copies
 
 
-def _sharded_gradients(amounts: Amounts, layout: Layout, rank: int) -> Iterator[tuple[Gradient, Adders]]:
-    """Yields the gradients that are sharded over replicas, each with its adders."""
-    for made, adders in amounts.completed_gradients(layout, rank) if amounts.spread else ():
-        if not made.is_experts or EXPERT_COPIES in amounts.spread:
-            yield made, adders
+def _sharded_gradients(amounts: Amounts, layout: Layout, rank: int) -> list[BucketMember]:
+    """Returns the gradients that replicas shard, in the order of completion."""
+    gradients = amounts.completed_gradients(layout, rank, amounts.place) if amounts.spread else ()
+    return [member for _, member in gradients if member.is_sharded]
 
 
 # -- of a schedule -----------------------------------------------------------------------------------------------------
@@ -309,13 +312,12 @@ def full_gradients(amounts: Amounts, layout: Layout, rank: int, is_single: bool,
     """Returns the bytes of full gradients of a rank that shards them: all, but if every micro-batch is reduced
     (`often`, or a window of a single one) only those in flight, and in backward or in two copies. Weights of several
     units are reduced once in a window."""
-    buckets: dict[tuple[int, str, bool], int] = {}
-    for made, adders in _sharded_gradients(amounts, layout, rank):
-        units = {unit for unit, _ in adders}
-        key = min(units), made.flat, is_single or (often and len(units) == 1)
-        buckets[key] = buckets.pop(key, 0) + GRADIENT * made.elements
-    kept = sum(size for (*_, goes), size in buckets.items() if not goes)
-    sizes = [size for (*_, goes), size in buckets.items() if goes]
+    buckets: dict[tuple[object, bool], int] = {}
+    for each in _sharded_gradients(amounts, layout, rank):
+        key = each.flat, is_single or (often and len({unit for unit, _ in each.adders}) == 1)
+        buckets[key] = buckets.pop(key, 0) + each.bytes
+    kept = sum(size for (_, goes), size in buckets.items() if not goes)
+    sizes = [size for (_, goes), size in buckets.items() if goes]
     ends = range(len(sizes))
     flights = (sum(sizes[max(0, end - MAX_COPIES) : end + 1]) + max(sizes[end : end + 2]) for end in ends)
     return kept + max(flights, default=0)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from textwrap import fill
 
 from hf_helix.config import AUTO, OFFLOAD, format_rate
-from hf_helix.doctor.case import PARAMETER, Case
+from hf_helix.doctor.amounts.records import PARAMETER
+from hf_helix.doctor.case import Case
 from hf_helix.doctor.estimate import used_rings
 from hf_helix.doctor.exactness import error_line, range_of
 from hf_helix.doctor.layouts import CLOSE, HEADROOM, Dropped, Ranking, is_plain

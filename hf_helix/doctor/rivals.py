@@ -41,8 +41,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from hf_helix.doctor.amounts.records import MATMUL, Amounts, Transfer
-from hf_helix.doctor.case import COMPILED, ELEMENT, GRADIENT, PARAMETER, STOCK, Case
+from hf_helix.doctor.amounts.records import GRADIENT, MATMUL, PARAMETER, Amounts, Transfer
+from hf_helix.doctor.case import COMPILED, ELEMENT, STOCK, Case
 from hf_helix.doctor.estimate import estimate_profile, ring_of, transfer_seconds
 from hf_helix.doctor.memory import Memory
 from hf_helix.doctor.step import OPTIMIZER_BYTES, Step, layout_of, memory_of_case, model_flops

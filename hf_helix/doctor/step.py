@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hf_helix.config import AUTO, EVERY_MICROBATCH, OFFLOAD, HelixConfig
-from hf_helix.doctor.amounts.records import Amounts
-from hf_helix.doctor.case import ELEMENT, GRADIENT, PARAMETER, Case, Software
+from hf_helix.doctor.amounts.records import GRADIENT, PARAMETER, Amounts
+from hf_helix.doctor.case import ELEMENT, Case, Software
 from hf_helix.doctor.estimate import estimate_profile
 from hf_helix.doctor.memory import (
     Drawing,

@@ -9,17 +9,21 @@ its bandwidth.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hf_helix.doctor.amounts.records import Adders, Amounts, Gradient, KeptWeights, Transfer
-from hf_helix.doctor.case import ELEMENT, GRADIENT, PARAMETER, Case
+from hf_helix.doctor.amounts.records import GRADIENT, PARAMETER, Amounts, Transfer
+from hf_helix.doctor.case import ELEMENT, Case
 from hf_helix.doctor.estimate import LEAST, rings, transfer_seconds
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.parameters import EXPERTS, Parameter
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.profile import Pair, Profile
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES
-from hf_helix.planning.traffic import Bucket, BucketMember, FlatWeights, gradient_buckets
+from hf_helix.planning.traffic import Bucket, FlatWeights, flat_weights, gradient_buckets
 from hf_helix.planning.window.layout import Layout, Name, named_operators, with_traffic
 
 COPY = ELEMENT["bf16"]  # bytes of an element of cast weights
+
+Kept = tuple[FlatWeights, Parameter]
+"""Weights that every replica keeps, and one of their parameters."""
 
 
 def timed_traffic(profile: Profile, amounts: Amounts, case: Case, cluster: Cluster) -> Profile:
@@ -42,8 +46,8 @@ def timed_traffic(profile: Profile, amounts: Amounts, case: Case, cluster: Clust
         copied = case.stepped(bucket.bytes - experts, experts) / cluster.host.bandwidth
         for name, op in traffic.named_operators:
             times[name] = max(LEAST, copied if op.kind.copies else seconds)
-    for traffic, (_, kept) in zip(layout.gathers, gathers, strict=True):
-        copied = kept.bytes / _ranks(kept, case) / cluster.host.bandwidth
+    for traffic, kept in zip(layout.gathers, gathers, strict=True):
+        copied = kept[0].bytes / _ranks(kept[1], case) / cluster.host.bandwidth
         for name, op in traffic.named_operators:
             times[name] = max(LEAST, copied) if op.kind.copies else gather_seconds(kept, case, cluster)
     pairs = {**profile.pairs, **(_contended(layout, times, profile, case, cluster) if sums else {})}
@@ -55,9 +59,7 @@ def layout_with_traffic(layout: Layout, amounts: Amounts, case: Case) -> Layout:
     return _with(layout, gradient_sums(amounts, layout, case), weight_gathers(amounts, layout, case), case)
 
 
-def _with(
-    layout: Layout, sums: list[tuple[Bucket, int]], gathers: list[tuple[FlatWeights, KeptWeights]], case: Case
-) -> Layout:
+def _with(layout: Layout, sums: list[tuple[Bucket, int]], gathers: list[Kept], case: Case) -> Layout:
     buckets, weights = [bucket for bucket, _ in sums], [flat for flat, _ in gathers]
     return with_traffic(layout, buckets, weights, bool(case.config.offload), case.reduces_often)
 
@@ -66,40 +68,46 @@ def gradient_sums(amounts: Amounts, layout: Layout, case: Case) -> list[tuple[Bu
     """Returns the buckets of all ranks of a pipeline, each with its bytes of experts' gradients; none if neither other
     ranks nor the host have a part in them."""
     found = list[tuple[Bucket, int]]()
-    if case.sizes.copies == 1 and not case.config.offload:
-        return found
     for rank in range(layout.num_ranks):
-        completed = list(amounts.completed_gradients(layout, rank))
-        rows = [_row(made, adders, case) for made, adders in completed]
-        for bucket in gradient_buckets(rows):
-            members = (completed[number][0] for number in bucket.members)
-            experts = GRADIENT * sum(made.elements for made in members if made.is_experts)
+        gradients = amounts.completed_gradients(layout, rank, case.place, bool(case.config.offload))
+        for bucket in gradient_buckets([member for _, member in gradients]):
+            members = [gradients[number] for number in bucket.members]
+            experts = sum(member.bytes for row, member in members if row.cut.mesh_axis == EXPERTS)
             if bucket.is_planned:
                 found.append((bucket, experts))
     return found
 
 
-def _row(made: Gradient, adders: Adders, case: Case) -> BucketMember:
-    spread, axis = case.spread_gradients, EXPERT_COPIES if made.is_experts else COPIES
-    units = {unit for unit, _ in adders}
-    is_flat = axis in spread or bool(case.config.offload)
-    flat = f"{min(units)}.{len(units)}.{made.flat}" if is_flat else ""
-    return BucketMember(GRADIENT * made.elements, adders, is_flat or not spread, flat, axis in spread)
-
-
 def _seconds(made: Bucket, experts: int, case: Case, cluster: Cluster) -> float:
-    """Returns the seconds in which gradients are copied into a bucket and reduced; a CPU also adds up and divides."""
+    """Returns the seconds in which gradients are copied into a bucket and reduced."""
     on_gpu, device, seconds = cluster.backend == "nccl", cluster.device, 0.0
-    axes, spread = rings(cluster, case.sizes), case.spread_gradients
-    passes = (3 if on_gpu else 5) if spread else (2 if on_gpu else 4)
+    axes, is_spread = rings(cluster, case.sizes), bool(case.spread_gradients)
     for axis, held in ((COPIES, made.bytes - experts), (EXPERT_COPIES, experts)):
         if axes[axis].size > 1 and held:
-            seconds += device.moving_seconds(passes * held, 2 * held)
-            method, times = ("reduce_scatter", 1) if spread else ("all_reduce", 2)
+            seconds += device.moving_seconds(passes(axes[axis].size, is_spread, on_gpu) * held, 2 * held)
+            method, times = ("reduce_scatter", 1) if is_spread else ("all_reduce", 2)
             summed = held * ELEMENT.get(case.software.sums, GRADIENT) // GRADIENT
             sent = Transfer(axis, method, axes[axis].sent(times * summed))
             seconds += transfer_seconds(sent, axes[axis], cluster)
     return seconds
+
+
+def passes(ranks: int, is_spread: bool, on_gpu: bool) -> float:
+    """Returns how often a reduction reads or writes the bytes of its bucket, without the collective's own work.
+
+        copy into the bucket                    2                read and written
+        division by the number of batches       2                2 / ranks of a shard; 0 if NCCL averages
+        padding of a flat buffer                1 if spread      zeros, written before the copy
+        sum of exchanged parts on a CPU         1 + 2 / ranks    if spread
+
+    Args:
+        ranks: with equal parameters.
+        is_spread: whether each rank keeps the sums of a shard.
+        on_gpu: whether NCCL reduces.
+    """
+    if not is_spread:
+        return 2 if on_gpu else 4
+    return 3 + 2 / ranks + (0 if on_gpu else 1 + 2 / ranks)
 
 
 def _contended(
@@ -130,47 +138,65 @@ def _contended(
 # -- gathers of weights ------------------------------------------------------------------------------------------------
 
 
-def weight_gathers(amounts: Amounts, layout: Layout, case: Case) -> list[tuple[FlatWeights, KeptWeights]]:
-    """Returns the gathers of all ranks of a pipeline, each with its weights; of weights that the host has, also with a
-    single replica."""
-    found = []
-    units = list(layout.units)
-    for unit, name in enumerate(units):
-        for kept in amounts.kept:
-            if kept.units[0] == name and (case.config.offload or _ranks(kept, case) > 1):
-                # Names of units with shared weights occur once on a rank.
-                own = layout.units_of(layout.rank_of(unit))
-                others = (next(each for each in own if units[each] == other) for other in kept.units[1:])
-                found.append((FlatWeights((unit, *others), kept.name, kept.bytes), kept))
-    return found
+def kept_weights(amounts: Amounts, case: Case) -> list[Kept]:
+    """Returns the weights that every replica keeps under `shard_optimizer`, with counted units."""
+    found: dict[tuple[tuple[int, ...], str], Parameter] = {}
+    for row in amounts.parameters:
+        if row.flat is not None:
+            found.setdefault((row.units, row.flat.name), row)
+    return [(flat, found[flat.readers, flat.name]) for flat in flat_weights(amounts.parameters, case.place)]
 
 
-def _ranks(kept: KeptWeights, case: Case) -> int:
-    """Returns the number of ranks that step some weights, each its shard."""
-    return case.spread_gradients.get(kept.axis, 1)
+def weight_gathers(amounts: Amounts, layout: Layout, case: Case) -> list[Kept]:
+    """Returns the gathers of all ranks of a pipeline; of weights that the host has, also with a single replica."""
+    gathers, counted = list[Kept](), kept_weights(amounts, case)
+    for unit, name in enumerate(layout.units):
+        at = amounts.units_in(layout, unit)
+        for flat, row in counted:
+            is_first = amounts.layout.units[flat.readers[0]] == name
+            if is_first and (case.config.offload or _ranks(row, case) > 1):
+                gathers.append((replace(flat, readers=tuple(map(at, flat.readers))), row))
+    return gathers
 
 
-def gather_seconds(kept: KeptWeights, case: Case, cluster: Cluster) -> float:
+def _ranks(row: Parameter, case: Case) -> int:
+    """Returns the number of ranks that step a parameter, each its shard."""
+    return case.place.sharers(row.cut.mesh_axis).shards.size
+
+
+def is_cast(row: Parameter) -> bool:
+    """Returns whether a parameter is gathered in another type than it is trained in."""
+    return row.flat is not None and row.flat.itemsize != row.itemsize
+
+
+def gather_seconds(kept: Kept, case: Case, cluster: Cluster) -> float:
     """Returns the seconds in which a rank casts its shard of some weights, if need be and unless the host has done so,
     and gathers the full weights."""
-    ring, ranks = rings(cluster, case.sizes)[kept.axis], _ranks(kept, case)
-    is_cast = kept.element_bytes != PARAMETER and not case.config.offload
-    moved = kept.elements / ranks * (PARAMETER + kept.element_bytes)
-    seconds = cluster.device.moving_seconds(moved) if is_cast else 0.0
+    flat, row = kept
+    assert row.flat is not None
+    axis, ranks, itemsize = copies_axis(row), _ranks(row, case), row.flat.itemsize
+    ring = rings(cluster, case.sizes)[axis]
+    moved = flat.bytes / itemsize / ranks * (PARAMETER + itemsize)
+    seconds = cluster.device.moving_seconds(moved) if itemsize != PARAMETER and not case.config.offload else 0.0
     if ranks > 1:
-        seconds += transfer_seconds(Transfer(kept.axis, "all_gather", ring.sent(kept.bytes)), ring, cluster)
+        seconds += transfer_seconds(Transfer(axis, "all_gather", ring.sent(flat.bytes)), ring, cluster)
     return max(LEAST, seconds)
+
+
+def copies_axis(row: Parameter) -> str:
+    """Returns the axis of the replicas with a parameter."""
+    return EXPERT_COPIES if row.cut.mesh_axis == EXPERTS else COPIES
 
 
 def cast_seconds(amounts: Amounts, layout: Layout, case: Case, cluster: Cluster) -> float:
     """Returns the seconds in which the first forward pass of a window, through all stages, casts weights to the type of
     matrix products; later passes reuse the copies. Gathered weights are cast before their gather (`gather_seconds`),
     and do not count here, like weights that the host has cast."""
-    found, gathered = 0.0, bool(case.config.offload or weight_gathers(amounts, layout, case))
-    for name in layout.units:
-        cast = sum(each.bytes for each in amounts.kept if each.units[0] == name and each.is_cast and not gathered)
-        # Weights shared with a later unit stay in the trained type: the first unit looks rows up in them.
-        if any(name in each.units[1:] for each in amounts.kept):
-            cast += amounts.copies[name]
-        found += cluster.device.moving_seconds(cast * (1 + PARAMETER / COPY))
-    return found
+    kept = kept_weights(amounts, case)
+    gathered = bool(case.config.offload or any(_ranks(row, case) > 1 for _, row in kept))
+    # Weights shared with a later unit stay in the trained type: the first unit looks rows up in them.
+    later = {amounts.layout.units[unit] for flat, _ in kept for unit in flat.readers[1:]}
+    cast = {name: amounts.copies[name] if name in later else 0 for name in amounts.layout.units}
+    for flat, row in kept:
+        cast[amounts.layout.units[flat.readers[0]]] += flat.bytes if is_cast(row) and not gathered else 0
+    return sum(cluster.device.moving_seconds(cast.get(name, 0) * (1 + PARAMETER / COPY)) for name in layout.units)

@@ -223,11 +223,15 @@ class Flat:
         unit: the first unit with the flat parameter.
         name: unique among the flat parameters of that unit.
         members: the full shapes and the cuts of the parameters, in the order of the buffer.
+        itemsize: bytes of an element of the gathered buffer.
+        is_kept: whether every replica keeps the gathered buffer (ZeRO-1).
     """
 
     unit: int
     name: str
     members: tuple[tuple[Shape, Cut], ...]
+    itemsize: int = 4
+    is_kept: bool = False
 
     def layout(self, place: Place) -> FlatLayout:
         """Returns the layout of the buffer on a rank: ranks with longer slices have longer buffers."""
@@ -249,6 +253,7 @@ class Parameter:
         trained: whether it is trained.
         cut: its cut over ranks.
         owner: the pipeline rank with the parameter. A parameter with slices on all pipeline ranks has a row for each.
+        units: the units with the parameter, in forward order.
         adders: the operators that add to its gradient, in the order of a micro-batch's backward.
         is_above: whether it is above the decoder, so that only the caller's code reads it.
         is_read: whether the model's code reads it.
@@ -262,6 +267,7 @@ class Parameter:
     trained: bool = False
     cut: Cut = COPIED
     owner: int = 0
+    units: tuple[int, ...] = ()
     adders: tuple[Adder, ...] = ()
     is_above: bool = False
     is_read: bool = True

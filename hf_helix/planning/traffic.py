@@ -14,10 +14,10 @@ order it, clocks time it, the executor issues it. It has no values of a micro-ba
 A sum runs once a window, or for every micro-batch (`reduce_gradients="microbatch"`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hf_helix.planning.graph.operator import Kind, Operator, Part
+from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
 from hf_helix.planning.parameters import TP, Adder, Parameter, Place
 
 GRADIENTS, WEIGHTS = "gradients", "weights"
@@ -42,14 +42,14 @@ class BucketMember:
         adders: the operators that add to its gradient, in the order of a micro-batch's backward.
         spans_batches: whether ranks with other tokens (dp, cp) add to it, or the host takes it. If not, only tensor
             parallelism reduces it, after the window.
-        flat: names its flat parameter on the pipeline rank; empty if every replica steps the full parameter.
+        flat: its flat parameter, as the first unit and the name there; None if every replica steps the full parameter.
         is_sharded: whether several replicas step a shard of the flat parameter each.
     """
 
     bytes: int
     adders: tuple[Adder, ...]
     spans_batches: bool = True
-    flat: str = ""
+    flat: tuple[int, str] | None = None
     is_sharded: bool = False
 
     @classmethod
@@ -64,11 +64,21 @@ class BucketMember:
         sharers, size = place.sharers(row.cut.mesh_axis), row.itemsize * row.most_elements(place)
         if row.flat is not None:
             is_sharded = sharers.shards.size > 1
-            return cls(size, row.adders, flat=f"{row.flat.unit}.{row.flat.name}", is_sharded=is_sharded)
+            return cls(size, row.adders, flat=(row.units[0], row.flat.name), is_sharded=is_sharded)
         spans_batches = sharers.replicas.size > 1
         over_tp = row.cut.sums_gradient and place.sharers(TP).slices.size > 1
         is_reduced = over_tp or spans_batches or place.num_batches > 1
         return cls(size, row.adders, spans_batches) if is_reduced else None
+
+    def in_layout(self, unit: Callable[[int], int]) -> "BucketMember":
+        """Returns the member for a layout with other units.
+
+        Args:
+            unit: from a unit of this member to its index in the other layout.
+        """
+        adders = tuple((unit(index), name) for index, name in self.adders)
+        flat = None if self.flat is None else (unit(self.flat[0]), self.flat[1])
+        return BucketMember(self.bytes, adders, self.spans_batches, flat, self.is_sharded)
 
 
 @dataclass(frozen=True)
@@ -147,16 +157,36 @@ class Traffic:
         return self.adders[0][0] if self.adders else self.readers[0]
 
 
+def completion(rows: Sequence[Parameter], backward: Mapping[int, Graph]) -> list[int]:
+    """Returns the indices of rows in the order in which a single micro-batch would complete their gradients.
+
+    Args:
+        rows: in the order of their units; those of other units are left out.
+        backward: the backward graphs of units, by index in the layout.
+    """
+    order: dict[Adder, int] = {}
+    for unit in sorted(backward, reverse=True):
+        for op in backward[unit].operators:
+            order[unit, op.name] = len(order)
+    found: list[tuple[int, int, int]] = []
+    for number, row in enumerate(rows):
+        units = [unit for unit in row.units if unit in backward]
+        if units:
+            last = max((order[adder] for adder in row.adders if adder in order), default=len(order))
+            found.append((last, -max(units), number))
+    return [number for *_, number in sorted(found)]
+
+
 def gradient_buckets(parameters: Sequence[BucketMember]) -> list[Bucket]:
     """Returns the buckets of a pipeline rank in the order in which a single micro-batch completes them.
 
     A flat parameter is a bucket. Buckets depend neither on a plan nor on this rank's slices: sums have the same bits
     under every plan, and every rank knows the buckets of the others.
     """
-    full = [number for number, each in enumerate(parameters) if not each.flat]
+    full = [number for number, each in enumerate(parameters) if each.flat is None]
     filled = fill_buckets([parameters[number].bytes for number in full], BUCKET_BYTES)
     bucket_of = dict(zip(full, filled, strict=True))
-    groups: dict[str | int, list[int]] = {}
+    groups: dict[tuple[int, str] | int, list[int]] = {}
     for number, each in enumerate(parameters):
         key = each.flat or bucket_of[number]
         groups[key] = [*groups.pop(key, ()), number]  # moved to the end: complete with its last gradient
@@ -222,6 +252,21 @@ def traffic_of(
         copies = (replace(gather, name=f"up.{number}", kind=Kind.UP),) if on_host else ()
         traffic.append(Traffic(first + len(traffic), (*copies, gather), flat.bytes, (), flat.readers))
     return traffic
+
+
+def flat_weights(rows: Iterable[Parameter], place: Place) -> list[FlatWeights]:
+    """Returns the weights that every replica keeps, in the order of their first readers.
+
+    Args:
+        rows: parameters of any pipeline ranks, in the order of their units.
+        place: of a rank.
+    """
+    found: dict[tuple[tuple[int, ...], str], int] = {}
+    for row in rows:
+        if row.flat is not None and row.flat.is_kept:
+            key = row.units, row.flat.name
+            found[key] = found.get(key, 0) + row.flat.itemsize * row.most_elements(place)
+    return [FlatWeights(units, name, size) for (units, name), size in found.items()]
 
 
 def _moving(verb: str, number: int, part: Part, cost: float) -> Operator:

@@ -12,8 +12,8 @@ from support.tuning_jobs import hasty
 
 from hf_helix.planning import traffic
 from hf_helix.planning.window.layout import with_traffic
+from hf_helix.runtime.gradients.buckets import planned_buckets
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.traffic import planned_buckets
 
 
 def model_of(**changes: Any) -> dict[str, Any]:
@@ -31,9 +31,10 @@ def buckets_of(size: int) -> Iterator[None]:
 def with_buckets(runner: Runner, size: int) -> Runner:
     """The runner with buckets of another size."""
     with buckets_of(size):
-        plain = replace(runner.rank_units.layout, traffic=())
-        layout = with_traffic(plain, planned_buckets(runner.rank_units, runner.mesh.place), ())
-        rank_units, streams = replace(runner.rank_units, layout=layout), runner.executor.streams
+        units = runner.rank_units
+        plain = replace(units.layout, traffic=())
+        layout = with_traffic(plain, planned_buckets(units.rows, units.all_units, plain, runner.mesh.place), ())
+        rank_units, streams = replace(units, layout=layout), runner.executor.streams
         return Runner(rank_units, runner.plan, runner.mesh, streams, runner.scheduler, runner.seed)
 
 

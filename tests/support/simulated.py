@@ -17,7 +17,7 @@ from hf_helix.engine.synthetic import model_on_meta
 from hf_helix.planning.timing.cluster import Cluster, parse_cluster
 from hf_helix.planning.timing.sizes import Sizes
 from hf_helix.planning.window.layout import Layout
-from hf_helix.runtime.distributed.mesh import mesh_of
+from hf_helix.runtime.distributed.mesh import Mesh, mesh_of
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 64,
@@ -49,13 +49,19 @@ def counted(
     return amounts_of(model, HelixConfig(**helix), batch, length, dtype, kinds=kinds, dp_size=dp_size)
 
 
+def mesh_of_replicas(ranks: int, config: HelixConfig, **how: Any) -> Mesh:
+    """The mesh of the first of data-parallel ranks, which sends nothing; `how` as for `simulated_mesh`."""
+    spread = {"copies": ranks, "expert_copies": ranks} if config.zero_stage else None
+    mesh = simulated_mesh({"tp": config.tp_size}, spread=spread, **how)
+    group: Any = StandInGroup(ranks)
+    sizes = {**mesh.sizes, "dp": ranks}
+    return replace(mesh, sizes=sizes, replica_group=group, expert_replica_group=group, dp_group=group)
+
+
 def layout_of_training(model: Any, bf16: bool = False, **helix: Any) -> Layout:
     """What the runtime makes of a model on two data-parallel ranks, with these options of `HelixConfig`."""
     config = HelixConfig(**helix)
-    spread = {"copies": 2, "expert_copies": 2} if config.zero_stage else None
-    mesh = simulated_mesh({"tp": config.tp_size}, spread=spread)
-    group: Any = StandInGroup(2)
-    mesh = replace(mesh, sizes={**mesh.sizes, "dp": 2}, replica_group=group, expert_replica_group=group, dp_group=group)
+    mesh = mesh_of_replicas(2, config)
     if config.offload:
         alone = mesh_of(HelixConfig(offload=config.offload), "cpu")
         mesh = replace(mesh, host_link=alone.host_link)

@@ -6,44 +6,38 @@ Must hold: the operators are the operators of training, so all changes by a mode
 counted, and graphs over the simulated mesh, whose axes have sizes and send nothing, equal graphs over a real mesh.
 """
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_helix.config import PARAMETERS
 from hf_helix.doctor.amounts.lifetimes import LifetimeTrace, WatchedExecutor, lifetimes_of
 from hf_helix.doctor.amounts.meter import FusedKernels, Meter
 from hf_helix.doctor.amounts.records import (
     Amounts,
-    Gradient,
-    KeptWeights,
     Model,
     OperatorAmounts,
     Transfer,
-    Weights,
 )
 from hf_helix.operators.base import TransferFn
 from hf_helix.operators.communication.transport import Axis, ReplicaAxes, TransportByName, bytes_moved
 from hf_helix.operators.parameters.host_shard import HostLink
-from hf_helix.operators.units.rows import by_completion
+from hf_helix.operators.units.rows import parameter_rows
 from hf_helix.operators.vocabulary.statistics import counting
-from hf_helix.operators.zero.zero1 import Zero1FlatParameter, apply_zero1
+from hf_helix.operators.zero.zero1 import apply_zero1
 from hf_helix.planning.graph.backward import FIRST, NEXT
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.parameters import EXPERTS, VOCABULARY
+from hf_helix.planning.parameters import Parameter
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES, HOST
 from hf_helix.planning.window.layout import named_operators
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.microbatch import MicroBatch
-from hf_helix.runtime.rank_units import RankUnits
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams.streams import Event, Streams
-from hf_helix.runtime.traffic import readers_of
 
 META = torch.device("meta")
 
@@ -116,7 +110,7 @@ def simulated_mesh(
     )
 
 
-def of_slices_alone(amounts: Amounts, rank_units: RankUnits) -> Amounts:
+def of_slices_alone(amounts: Amounts) -> Amounts:
     """Returns the amounts of slices of the vocabulary as of ranks with weights of their own.
 
     They were counted on one rank, whose slices share their weights. `.first` and `.next` name the slices before the
@@ -128,45 +122,34 @@ def of_slices_alone(amounts: Amounts, rank_units: RankUnits) -> Amounts:
         head             .first 100, .next 0, last 0           .first 100, .next 100, last 100
         gradient         one, all embeddings add to it         three, one embedding adds to each
         tied gradient    one, embeddings and heads add to it   three, an embedding and a head add to each
-
-    Args:
-        rank_units: has the counted units, still cut.
     """
     embedding, head = amounts.model.units[0], amounts.model.units[-1]
     ends = [[f"{name}{suffix}" for suffix in (FIRST, NEXT, "")] for name in (embedding, head)]
     rank_of = {name: place for names in (ends[0], ends[1][::-1]) for place, name in enumerate(names)}
-    units = {unit.name: unit for unit in rank_units.all_units.values()}
-    looked_up = units[ends[0][0]].placements.keys()
-    weights, copies = dict(amounts.weights), dict(amounts.copies)
+    ranks = [rank_of.get(name, -1) for name in amounts.layout.units]
+    copies = dict(amounts.copies)
     for first, *others in ends:
-        sliced = [
-            parameter
-            for parameter, placed in units[first].placements.items()
-            if placed.mesh_axis == VOCABULARY and (first == ends[0][0] or parameter not in looked_up)
-        ]
-        trained, frozen = (sum(p.numel() for p in sliced if p.requires_grad is trains) for trains in (True, False))
-        for name in (each for each in others if each in units):
-            held = weights[name]
-            weights[name] = replace(held, trained=held.trained + trained, frozen=held.frozen + frozen)
-            copies[name] = max(copies[name], copies[first])
+        copies |= {name: max(copies[name], copies[first]) for name in others if name in copies}
+    rows = [each for row in amounts.parameters for each in _of_ranks(row, ranks)]
+    return replace(amounts, copies=copies, parameters=sorted(rows, key=lambda row: row.units[0]))
 
-    def by_rank(given: Iterable[str]) -> list[int]:
-        names = set(given)
-        return sorted({rank_of[name] for name in names if name in rank_of}) if len(names) > 1 else []
 
-    gradients: dict[str, list[Gradient]] = {name: [] for name in amounts.gradients}
-    for name, found in amounts.gradients.items():
-        for made in found:
-            for rank in by_rank(unit for unit, _ in made.adders) or [-1]:
-                adders = tuple(each for each in made.adders if rank < 0 or rank_of[each[0]] == rank)
-                last = name if rank < 0 else min((unit for unit, _ in adders), key=list(units).index)
-                gradients[last].append(replace(made, adders=adders))
-    kept = [
-        replace(each, units=tuple(name for name in each.units if rank < 0 or rank_of[name] == rank))
-        for each in amounts.kept
-        for rank in by_rank(each.units) or [-1]
-    ]
-    return replace(amounts, weights=weights, copies=copies, gradients=gradients, kept=kept)
+def _of_ranks(row: Parameter, ranks: Sequence[int]) -> list[Parameter]:
+    """Returns the rows of a parameter for the ranks with slices of the vocabulary.
+
+    Args:
+        row: the parameter, of slices of all ranks.
+        ranks: of each unit; negative for units without slices.
+    """
+    found = sorted({ranks[unit] for unit in row.units if ranks[unit] >= 0})
+    if len(row.units) == 1 or not found:
+        return [row]
+    rows = []
+    for rank in found:
+        units = tuple(unit for unit in row.units if ranks[unit] == rank)
+        adders = tuple(adder for adder in row.adders if ranks[adder[0]] == rank)
+        rows.append(replace(row, units=units, adders=adders))
+    return rows
 
 
 class _Done(Event):
@@ -239,19 +222,17 @@ def count_amounts(
     if not spread:  # the buffers of `shard_optimizer`, made as in training, do not depend on the number of replicas
         several = simulated_mesh({}, spread={COPIES: 2, EXPERT_COPIES: 2})
         units = apply_zero1(units, several.shard_axes, runner.precision.autocast_dtype)
-    readers = readers_of((unit.name, unit) for unit in units)
-    flats = {flat for unit in units for flat in unit.flat_parameters.values()}
-    flat_names = {parameter: flat.name for flat in flats for parameter in flat.placements}
+    rows = parameter_rows(dict(enumerate(units)))
+    place = runner.mesh.place
     return Amounts(
         model,
         layout,
         operators,
-        _weights(runner),
+        list(rows.values()),
+        {axis: sharers.slices.size for axis, sharers in place.axes.items()},
         handed_on,
         copies,
-        _gradients(runner, flat_names),
         lifetimes,
-        [_kept(flat, names) for flat, names in readers.items()],
         dict(spread or {}),
     )
 
@@ -280,45 +261,3 @@ def _run(runner: Runner, batch: MicroBatch, streams: SimulatedStreams, meter: Me
         executor.run(runner.program(1), [batch], runner.sources(), saves_for_backward=True)
         watch.end()
     return watch
-
-
-def _weights(runner: Runner) -> dict[str, Weights]:
-    weights = {}
-    seen: set[nn.Parameter] = set()
-    for _, unit in sorted(runner.rank_units.all_units.items()):
-        elements: Counter[tuple[bool, bool]] = Counter()
-        itemsize = 0
-        for parameter, placement in unit.placements.items():
-            if parameter in seen:
-                continue
-            seen.add(parameter)
-            elements[parameter.requires_grad, placement.mesh_axis == EXPERTS] += parameter.numel()
-            if not parameter.requires_grad:
-                itemsize = max(itemsize, parameter.itemsize)
-        weights[unit.name] = Weights(
-            trained=elements[True, False],
-            experts=elements[True, True],
-            frozen=elements[False, False],
-            frozen_experts=elements[False, True],
-            frozen_itemsize=itemsize or Weights.frozen_itemsize,
-        )
-    return weights
-
-
-def _gradients(runner: Runner, flats: Mapping[nn.Parameter, str]) -> dict[str, list[Gradient]]:
-    model = runner.rank_units.all_units
-    gradients: dict[str, list[Gradient]] = {unit.name: [] for unit in model.values()}
-    for parameter, row in by_completion(runner.rank_units.rows, model).items():
-        adders = tuple((model[index].name, name) for index, name in row.adders)
-        last = model[min(index for index, _ in row.adders)].name
-        is_experts = row.cut.mesh_axis == EXPERTS
-        gradients[last].append(Gradient(adders, parameter.numel(), is_experts, flats.get(parameter, "")))
-    return gradients
-
-
-def _kept(flat: Zero1FlatParameter, units: Sequence[str]) -> KeptWeights:
-    parameter, placement = next(iter(flat.placements.items()))
-    elements = sum(each.numel() for each in flat.placements)
-    dtype = flat.cast_to or parameter.dtype
-    is_experts, is_cast = placement.mesh_axis == EXPERTS, dtype != parameter.dtype
-    return KeptWeights(tuple(units), flat.name, elements, dtype.itemsize, is_experts, is_cast)

@@ -15,9 +15,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from hf_helix.doctor.amounts.records import Amounts, Gradient, Lifetimes, OperatorAmounts, Storage
+from hf_helix.doctor.amounts.records import Amounts, Lifetimes, OperatorAmounts, Storage
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
+from hf_helix.planning.parameters import Parameter
 from hf_helix.planning.window.layout import Name
 
 Names = Mapping[Name, str]
@@ -40,7 +41,7 @@ def coarse_amounts(amounts: Amounts) -> Amounts:
         amounts,
         layout=replace(amounts.layout, graphs=pairs),
         operators=_operators(amounts, names),
-        gradients={unit: [_gradient(each, names) for each in made] for unit, made in amounts.gradients.items()},
+        parameters=[_parameter(row, amounts.layout.units, names) for row in amounts.parameters],
         lifetimes=_lifetimes(amounts.lifetimes, pairs, names),
     )
 
@@ -151,9 +152,9 @@ def _sum(members: Sequence[OperatorAmounts]) -> OperatorAmounts:
     )
 
 
-def _gradient(made: Gradient, names: Names) -> Gradient:
-    adders = ((unit, names[unit, f"B.{op}"].removeprefix("B.")) for unit, op in made.adders)
-    return replace(made, adders=tuple(dict.fromkeys(adders)))
+def _parameter(row: Parameter, units: Sequence[str], names: Names) -> Parameter:
+    adders = ((unit, names[units[unit], f"B.{op}"].removeprefix("B.")) for unit, op in row.adders)
+    return replace(row, adders=tuple(dict.fromkeys(adders)))
 
 
 def _lifetimes(lifetimes: Lifetimes, pairs: Mapping[str, GraphPair], names: Names) -> Lifetimes:

@@ -22,19 +22,17 @@ from typing import Any, TypeVar
 from hf_helix.doctor.amounts.records import (
     Amounts,
     Facts,
-    Gradient,
-    KeptWeights,
     Kernel,
     Lifetimes,
     Model,
     OperatorAmounts,
     Storage,
     Transfer,
-    Weights,
 )
 from hf_helix.measure.cache_folder import cache_root, write_file
 from hf_helix.planning.graph.backward import GraphPair
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
+from hf_helix.planning.parameters import Cut, Flat, Parameter
 from hf_helix.planning.timing.token_flops import TokenFlops
 from hf_helix.planning.window.layout import Layout
 
@@ -46,7 +44,8 @@ PACKAGES = ("torch", "transformers", "peft", "accelerate")
 CLASSES: Mapping[str, Any] = {
     each.__name__: each
     for each in (
-        *(Kernel, Transfer, Storage, Lifetimes, OperatorAmounts, Weights, Gradient, KeptWeights, Model, Amounts, Facts),
+        *(Kernel, Transfer, Storage, Lifetimes, OperatorAmounts, Model, Amounts, Facts),
+        *(Parameter, Cut, Flat),
         GraphPair,
         Graph,
         Operator,

@@ -5,13 +5,20 @@ Out:  `Amounts`.
 Must hold: nothing here imports torch, so that a question about counted amounts needs no torch.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
+from hf_helix.planning.parameters import EXPERTS, Parameter, Place, Ranks, Sharers
 from hf_helix.planning.timing.profile import OperatorMemory
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES
 from hf_helix.planning.timing.token_flops import TokenFlops
+from hf_helix.planning.traffic import BucketMember, completion
 from hf_helix.planning.window.layout import Layout, Name
+
+PARAMETER, GRADIENT, STATES = 4, 4, 8
+"""Bytes of an element: trained weights and gradients in fp32, and the two states of Adam."""
 
 MATMUL, ATTENTION, OTHER = "matmul", "attention", "other"
 
@@ -82,9 +89,6 @@ def outputs_of(layout: Layout, unit: int, values: Collection[str]) -> Iterator[t
         yield from ((forward, position) for position, name in enumerate(graph.outputs) if name in values)
 
 
-Adders = tuple[tuple[int, str], ...]  # operators of backward that add to a gradient, as (unit, name)
-
-
 @dataclass(frozen=True)
 class OperatorAmounts(OperatorMemory):
     """The work and the memory of one call of an operator."""
@@ -96,16 +100,34 @@ class OperatorAmounts(OperatorMemory):
 
 @dataclass(frozen=True)
 class Weights:
-    """The numbers of elements in the parameters of a unit on a rank.
-
-    Shared parameters count in the first unit only: tied weights of a head count in the embedding.
-    """
+    """The elements of parameters on a rank."""
 
     trained: int = 0  # trained elements, replicated on all data-parallel ranks
     experts: int = 0  # trained elements of experts, with fewer replicas
     frozen: int = 0  # frozen elements, replicated on all data-parallel ranks
     frozen_experts: int = 0  # frozen elements of experts
     frozen_itemsize: int = 4  # bytes of a frozen element, in the type of the loaded model
+
+    @classmethod
+    def of(cls, rows: Iterable[Parameter], place: Place) -> "Weights":
+        """Returns the elements of parameters, on the rank with most.
+
+        Args:
+            rows: the parameters.
+            place: of a rank.
+        """
+        elements: Counter[tuple[bool, bool]] = Counter()
+        itemsize = 0
+        for row in rows:
+            elements[row.trained, row.cut.mesh_axis == EXPERTS] += row.most_elements(place)
+            itemsize = itemsize if row.trained else max(itemsize, row.itemsize)
+        return cls(
+            trained=elements[True, False],
+            experts=elements[True, True],
+            frozen=elements[False, False],
+            frozen_experts=elements[False, True],
+            frozen_itemsize=itemsize or cls.frozen_itemsize,
+        )
 
     @property
     def all_trained(self) -> int:
@@ -116,39 +138,6 @@ class Weights:
     def all_frozen(self) -> int:
         """Number of frozen elements, with experts."""
         return self.frozen + self.frozen_experts
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """The gradient of a parameter on a rank."""
-
-    # the operators of backward that add to the gradient, as (name of the unit, name of the operator)
-    adders: tuple[tuple[str, str], ...]
-    elements: int
-    is_experts: bool  # whether the parameter is of experts, with fewer replicas
-    flat: str  # the name of the parameter's flat buffer under ZeRO; empty without a buffer
-
-
-@dataclass(frozen=True)
-class KeptWeights:
-    """Weights in one flat buffer of ZeRO-1 (`shard_optimizer`): full on every replica, each updating a shard."""
-
-    units: tuple[str, ...]  # names of the units that read the buffer
-    name: str  # unique within these units
-    elements: int
-    element_bytes: int  # bytes of an element in the gathered type
-    is_experts: bool  # whether the weights are of experts, with fewer replicas
-    is_cast: bool = False  # whether trained and gathered types differ
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the buffer, without padding."""
-        return self.elements * self.element_bytes
-
-    @property
-    def axis(self) -> str:
-        """The axis of the replicas with these weights."""
-        return EXPERT_COPIES if self.is_experts else COPIES
 
 
 @dataclass(frozen=True)
@@ -176,24 +165,89 @@ class Amounts:
     model: Model
     layout: Layout  # the counted units, one of each name
     operators: Mapping[Name, OperatorAmounts]  # amounts by operator, in the order of one strand
-    weights: Mapping[str, Weights]
+    # of the counted units, in their order; in flat parameters as if replicas sharded them
+    parameters: Sequence[Parameter]
+    cut_over: Mapping[str, int]  # number of ranks by the axis of a cut
     handed_on: int  # bytes of the values handed from a unit to the next
     copies: Mapping[str, int]  # bytes of cast weights held during a window, by name of the unit
-    # by name of the unit that completes the gradients, in order of completion
-    gradients: Mapping[str, Sequence[Gradient]]
     lifetimes: Lifetimes
-    kept: Sequence[KeptWeights] = ()  # the flat buffers of ZeRO-1; empty with sharded weights
     # number of ranks by axis over which weights are sharded; empty with full weights on every rank
     spread: Mapping[str, int] = field(default_factory=dict)
     handed_over: int = 0  # bytes of the values handed from a slice of the head to the next
 
-    def completed_gradients(self, layout: Layout, rank: int) -> Iterator[tuple[Gradient, Adders]]:
-        """Yields the gradients of a pipeline rank in order of completion, each with its adders."""
-        own = {layout.units[unit]: unit for unit in layout.units_of(rank)}
+    @cached_property
+    def weights(self) -> dict[str, Weights]:
+        """The elements of the parameters of each unit, by its name. Parameters of several units count in the first:
+        tied weights of a head count in the embedding."""
+        rows = self.parameters_by_unit
+        return {name: Weights.of(rows.get(name, ()), self.place) for name in self.layout.units}
+
+    @cached_property
+    def parameters_by_unit(self) -> dict[str, list[Parameter]]:
+        """The parameters by the name of the first unit with them."""
+        return self._by_unit(self.parameters)
+
+    @cached_property
+    def _by_completion(self) -> dict[str, list[Parameter]]:
+        """The trained parameters by the name of the first unit with them, which completes their gradients, in the order
+        of completion."""
+        rows = [row for row in self.parameters if row.trained]
+        backward = {unit: self.layout.graphs[name].backward for unit, name in enumerate(self.layout.units)}
+        return self._by_unit([rows[number] for number in completion(rows, backward)])
+
+    def _by_unit(self, rows: Iterable[Parameter]) -> dict[str, list[Parameter]]:
+        found: dict[str, list[Parameter]] = {}
+        for row in rows:
+            found.setdefault(self.layout.units[row.units[0]], []).append(row)
+        return found
+
+    @cached_property
+    def place(self) -> Place:
+        """The place of the counted rank."""
+        axes: dict[str, Sharers] = {}
+        for axis, size in self.cut_over.items():
+            replicas = Ranks(self.spread.get(EXPERT_COPIES if axis == EXPERTS else COPIES, 1))
+            axes[axis] = Sharers(Ranks(size), replicas, replicas)
+        return Place(axes)
+
+    def completed_gradients(
+        self, layout: Layout, rank: int, place: Place, on_host: bool = False
+    ) -> list[tuple[Parameter, BucketMember]]:
+        """Returns the gradients of a pipeline rank that other ranks add to, or the host takes, in the order of
+        completion: the counted parameter, and the gradient with the units of a layout.
+
+        Args:
+            layout: of all units.
+            rank: of the pipeline.
+            place: of any rank of the pipeline.
+            on_host: whether the host has optimizer states.
+        """
+        counted: dict[str, list[tuple[Parameter, BucketMember]]] = {}
+        for name, rows in self._by_completion.items():
+            found = ((row, _gradient(row, place, on_host)) for row in rows)
+            counted[name] = [(row, member) for row, member in found if member is not None]
+        gradients = []
         for unit in reversed(layout.units_of(rank)):
-            for made in self.gradients.get(layout.units[unit], ()):
-                # Gradients with adders in two units belong to weights shared by embedding and head, of one name each.
-                yield made, tuple((unit if name == layout.units[unit] else own[name], op) for name, op in made.adders)
+            at = self.units_in(layout, unit)
+            gradients += [(row, member.in_layout(at)) for row, member in counted.get(layout.units[unit], ())]
+        return gradients
+
+    def units_in(self, layout: Layout, unit: int) -> Callable[[int], int]:
+        """Returns a function from a counted unit to its index in a layout, for parameters whose first unit is `unit`
+        there. Further units with a parameter (of shared weights) have names that occur once on a pipeline rank."""
+        name, own = layout.units[unit], layout.units_of(layout.rank_of(unit))
+
+        def index(counted: int) -> int:
+            other = self.layout.units[counted]
+            return unit if other == name else next(each for each in own if layout.units[each] == other)
+
+        return index
+
+
+def _gradient(row: Parameter, place: Place, on_host: bool) -> BucketMember | None:
+    """Returns the gradient of a parameter, in fp32."""
+    is_sharded = on_host or place.sharers(row.cut.mesh_axis).shards.size > 1
+    return BucketMember.of(replace(row, itemsize=GRADIENT, flat=row.flat if is_sharded else None), place)
 
 
 @dataclass(frozen=True)

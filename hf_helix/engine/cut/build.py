@@ -39,14 +39,14 @@ from hf_helix.planning.rules.registry import baseline_plan
 from hf_helix.planning.schedule.placement import layer_ranks
 from hf_helix.planning.timing.recompute import NONE
 from hf_helix.planning.timing.sizes import FULL_GRADIENTS
-from hf_helix.planning.traffic import Bucket
+from hf_helix.planning.traffic import Bucket, flat_weights
 from hf_helix.planning.window.layout import Layout, with_traffic
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.failures.heartbeat import watched
+from hf_helix.runtime.gradients.buckets import planned_buckets
 from hf_helix.runtime.rank_units import RankUnits, cut_layers, in_halves, place_units
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams.streams import make_streams
-from hf_helix.runtime.traffic import flat_weights, planned_buckets
 
 ChoosePlan = Callable[[Layout], tuple[Plan, Scheduler]]
 """Returns the first plan of a run and its scheduler, for a layout of units over ranks."""
@@ -263,8 +263,9 @@ class _Cut:
 
     def traffic(self, rank_units: RankUnits) -> Layout:
         """The layout with the traffic of its parameters: reductions, gathers, copies to the host and back."""
-        layout, place = rank_units.layout, self.mesh.place
-        buckets, weights = planned_buckets(rank_units, place), flat_weights(rank_units, place)
+        layout, rows, place = rank_units.layout, rank_units.rows, self.mesh.place
+        buckets = planned_buckets(rows, rank_units.all_units, layout, place)
+        weights = flat_weights(rows.values(), place)
         often = _reduces_often(layout, buckets, self.config, self.mesh)
         return with_traffic(layout, buckets, weights, self.host_link is not None, often)
 

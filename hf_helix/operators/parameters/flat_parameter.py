@@ -20,7 +20,7 @@ from the buffer (`hf_helix.operators.matmul_dtype.CastWeights`).
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ class FlatParameter:
     - `parameter.grad` is this rank's own gradient of the current window, and None between windows.
 
     Attributes:
+        keeps_buffer: whether every rank keeps the full buffer.
         name: of the gathered buffer as a value of a graph, see `Operator.weights`.
         placements: the parameters in order, with their cuts over other axes. All are trained, or none.
         gather_axis: the ranks of the gather.
@@ -60,6 +61,7 @@ class FlatParameter:
         device: of buffers.
     """
 
+    keeps_buffer: ClassVar[bool] = False
     name: str
     placements: Mapping[nn.Parameter, Cut]
     gather_axis: Axis

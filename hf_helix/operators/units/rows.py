@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hf_helix.operators.units.unit import Unit
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.parameters import Adder, Flat, Parameter
+from hf_helix.planning.traffic import completion
 
 Rows = dict[nn.Parameter, Parameter]
 
@@ -34,6 +35,10 @@ def parameter_rows(
         ValueError: units of two ranks share a parameter.
     """
     adders, flats = _all_adders(units), _flats(units)
+    holders: dict[nn.Parameter, list[int]] = {}
+    for index, unit in units.items():
+        for parameter in unit.placements:
+            holders.setdefault(parameter, []).append(index)
     above = {parameter for unit in units.values() for parameter in unit.above}
     rows: Rows = {}
     for index, unit in units.items():
@@ -50,6 +55,7 @@ def parameter_rows(
                 trained=parameter.requires_grad,
                 cut=cut,
                 owner=rank_of(index),
+                units=tuple(holders[parameter]),
                 adders=tuple(adders[parameter]),
                 is_above=parameter in above,
                 is_read=parameter not in unit.unread,
@@ -65,7 +71,8 @@ def _flats(units: Mapping[int, Unit]) -> dict[nn.Parameter, tuple[Flat, int]]:
     for index, unit in units.items():
         for each in unit.flat_parameters.values():
             members = tuple((cut.full_shape(parameter.shape), cut) for parameter, cut in each.placements.items())
-            row = Flat(index, each.name, members)
+            dtype = each.cast_to or next(iter(each.placements)).dtype
+            row = Flat(index, each.name, members, dtype.itemsize, each.keeps_buffer)
             for number, parameter in enumerate(each.placements):
                 flats.setdefault(parameter, (row, number))
     return flats
@@ -113,13 +120,6 @@ def by_completion(rows: Mapping[nn.Parameter, Parameter], units: Mapping[int, Un
         rows: of parameters, in the order of their units.
         units: with the parameters, by index in the layout.
     """
-    order: dict[Adder, int] = {}
-    places: dict[nn.Parameter, int] = {}
-    for index in sorted(units, reverse=True):
-        for op in units[index].graphs.backward.operators:
-            order[index, op.name] = len(order)
-        for parameter in units[index].placements:
-            adders = rows[parameter].adders
-            places[parameter] = max((order[adder] for adder in adders if adder in order), default=len(order))
-    completed = sorted(places, key=lambda parameter: places[parameter])
-    return {parameter: rows[parameter] for parameter in completed if parameter.requires_grad}
+    trained = [(parameter, row) for parameter, row in rows.items() if parameter.requires_grad]
+    backward = {index: unit.graphs.backward for index, unit in units.items()}
+    return dict(trained[number] for number in completion([row for _, row in trained], backward))

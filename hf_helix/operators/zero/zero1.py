@@ -11,6 +11,7 @@ window. A buffer in the type of matrix products contains a cast of the shard.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ class Zero1FlatParameter(FlatParameter):
         buffer: the full buffer [length], in the type for operators.
     """
 
+    keeps_buffer: ClassVar[bool] = True
     buffer: Tensor = field(init=False, repr=False)
     _gathered_at: int | None = field(init=False, default=None, repr=False)  # the version of the shard
 

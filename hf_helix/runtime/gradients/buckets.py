@@ -20,6 +20,7 @@ from hf_helix.operators.units.rows import Rows, by_completion
 from hf_helix.operators.units.unit import Unit
 from hf_helix.planning.parameters import Parameter, Place
 from hf_helix.planning.traffic import Bucket, BucketMember, gradient_buckets
+from hf_helix.planning.window.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -53,3 +54,21 @@ def bound_buckets(rows: Mapping[nn.Parameter, Parameter], units: Mapping[int, Un
         for bucket in gradient_buckets([member for _, _, member in reduced])
         for members in [[reduced[number] for number in bucket.members]]
     ]
+
+
+def planned_buckets(
+    rows: Mapping[nn.Parameter, Parameter], units: Mapping[int, Unit], layout: Layout, place: Place
+) -> list[Bucket]:
+    """Returns the buckets of all pipeline ranks that a plan orders.
+
+    Args:
+        rows: of the model's parameters, in the order of its units.
+        units: of the whole model, uncut, by index in the layout.
+        layout: of all pipeline ranks.
+        place: of this rank.
+    """
+    by_rank = [
+        {unit: units[unit] for unit in layout.units_of(rank) if unit in units} for rank in range(layout.num_ranks)
+    ]
+    buckets = [bucket.row for own in by_rank for bucket in bound_buckets(rows, own, place)]
+    return [bucket for bucket in buckets if bucket.is_planned]

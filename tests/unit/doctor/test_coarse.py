@@ -47,9 +47,11 @@ def test_coarse_operators_have_the_work_of_all(options: dict[str, object]) -> No
         assert deltas[0] == deltas[1]
     sent = [[each.transfers for each in made.operators.values() if each.transfers] for made in (fine, coarse)]
     assert sent[0] == sent[1]
-    for unit, made in coarse.gradients.items():
-        assert [each.elements for each in made] == [each.elements for each in fine.gradients[unit]]
-        assert all((name, f"B.{op}") in coarse.operators for each in made for name, op in each.adders)
+    names = coarse.layout.units
+    for row, of_all in zip(coarse.parameters, fine.parameters, strict=True):
+        assert (row.shape, row.units, row.trained) == (of_all.shape, of_all.units, of_all.trained)
+        assert all((names[unit], f"B.{op}") in coarse.operators for unit, op in row.adders)
+        assert len(row.adders) > 0
 
 
 def test_a_layer_without_communication_has_three_coarse_operators() -> None:

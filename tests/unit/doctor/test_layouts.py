@@ -10,7 +10,8 @@ from support.simulated import cluster_with, on_meta
 
 from hf_helix.config import OFFLOADS
 from hf_helix.doctor import layouts as searching
-from hf_helix.doctor.case import STATES, Case
+from hf_helix.doctor.amounts.records import STATES
+from hf_helix.doctor.case import Case
 from hf_helix.doctor.layouts import ONE_STRAND, Ranking, Search, check_sizes, is_plain, layouts
 from hf_helix.doctor.report import shards_line
 from hf_helix.doctor.simulated import SimulatedModel
