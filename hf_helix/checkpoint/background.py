@@ -133,6 +133,8 @@ class BackgroundSave:
     def _run(self) -> None:
         if self._yields:
             _yield_cores()
+        if self._pace.has_ended:  # somebody waits already
+            self._hurry()
         try:
             self._copies.fill()
             self._pace.begin()
@@ -189,7 +191,12 @@ class Pace:
 
     def __init__(self, longest: float) -> None:
         self._longest = longest
-        self._has_ended = threading.Event()
+        self._ended = threading.Event()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether somebody waits for the thread."""
+        return self._ended.is_set()
 
     def begin(self) -> None:
         """Begins the rests of this thread."""
@@ -198,11 +205,11 @@ class Pace:
 
     def end(self) -> None:
         """Ends all rests: somebody waits for the thread."""
-        self._has_ended.set()
+        self._ended.set()
 
     def _rest(self) -> None:
         took = min((time.thread_time() - self._used) / SHARE, self._longest)
-        self._has_ended.wait(max(0.0, self._start + took - time.perf_counter()))
+        self._ended.wait(max(0.0, self._start + took - time.perf_counter()))
 
 
 def cores_are_busy(device: torch.device) -> bool:
@@ -231,7 +238,7 @@ class Copies:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._empty: deque[tuple[Tensor, Tensor]] = deque()  # copies, and what belongs in them
+        self._unfilled: deque[tuple[Tensor, Tensor]] = deque()  # copies, and what belongs in them
         self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)  # by bytes, of the save before
         self._returned: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
 
@@ -246,22 +253,22 @@ class Copies:
             value: the tensor.
             is_held: whether its memory keeps these values until the next step, so that the copy is made by `fill`.
         """
-        made = self._made(value)
+        copy = self._allocate(value)
         if is_held and value.device.type == "cpu" and value.nbytes >= _LEAST:
-            self._empty.append((made, value.detach()))
-            return made
-        return made.copy_(value.detach())
+            self._unfilled.append((copy, value.detach()))
+            return copy
+        return copy.copy_(value.detach())
 
     def fill(self) -> None:
-        """Makes the copies that are left. Several threads may do so at a time; the last to return has them all."""
+        """Makes the copies that are left. Several threads may call this; each returns once all copies are made."""
         while True:
             with self._lock:
-                if not self._empty:
+                if not self._unfilled:
                     return
-                made, value = self._empty.popleft()
-                made.copy_(value)
+                copy, value = self._unfilled.popleft()
+                copy.copy_(value)
 
-    def _made(self, value: Tensor) -> Tensor:
+    def _allocate(self, value: Tensor) -> Tensor:
         if value.nbytes < _LEAST:
             return torch.empty(value.shape, dtype=value.dtype)
         memory = self._memory(value.nbytes)

@@ -283,7 +283,7 @@ def _reduces(instruction: Instruction) -> bool:
 
 def _sharded_gradients(amounts: Amounts, layout: Layout, rank: int) -> list[BucketMember]:
     """Returns the gradients that replicas shard, in the order of completion."""
-    gradients = amounts.completed_gradients(layout, rank, amounts.place) if amounts.spread else ()
+    gradients = amounts.completed_gradients(layout, rank, amounts.counted_place) if amounts.spread else ()
     return [member for _, member in gradients if member.is_sharded]
 
 

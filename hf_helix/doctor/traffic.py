@@ -20,7 +20,7 @@ from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES
 from hf_helix.planning.traffic import Bucket, FlatWeights, flat_weights, gradient_buckets
 from hf_helix.planning.window.layout import Layout, Name, named_operators, with_traffic
 
-COPY = ELEMENT["bf16"]  # bytes of an element of cast weights
+CAST = ELEMENT["bf16"]  # bytes of an element of cast weights
 
 Kept = tuple[FlatWeights, Parameter]
 """Weights that every replica keeps, and one of their parameters."""
@@ -36,13 +36,13 @@ def timed_traffic(profile: Profile, amounts: Amounts, case: Case, cluster: Clust
         case: gives the ranks that share gradients and weights.
         cluster: the rates of links, devices and hosts.
     """
-    sums, gathers = gradient_sums(amounts, profile.layout, case), weight_gathers(amounts, profile.layout, case)
+    sums, gathers = planned_reductions(amounts, profile.layout, case), weight_gathers(amounts, profile.layout, case)
     if not sums and not gathers:
         return profile
     layout = _with(profile.layout, sums, gathers, case)
     times = dict(profile.times)
     for traffic, (bucket, experts) in zip(layout.reductions, sums, strict=True):
-        seconds = _seconds(bucket, experts, case, cluster)
+        seconds = _reduction_seconds(bucket, experts, case, cluster)
         copied = case.stepped(bucket.bytes - experts, experts) / cluster.host.bandwidth
         for name, op in traffic.named_operators:
             times[name] = max(LEAST, copied if op.kind.copies else seconds)
@@ -56,7 +56,7 @@ def timed_traffic(profile: Profile, amounts: Amounts, case: Case, cluster: Clust
 
 def layout_with_traffic(layout: Layout, amounts: Amounts, case: Case) -> Layout:
     """Returns a layout with the traffic of a window, as in training."""
-    return _with(layout, gradient_sums(amounts, layout, case), weight_gathers(amounts, layout, case), case)
+    return _with(layout, planned_reductions(amounts, layout, case), weight_gathers(amounts, layout, case), case)
 
 
 def _with(layout: Layout, sums: list[tuple[Bucket, int]], gathers: list[Kept], case: Case) -> Layout:
@@ -64,9 +64,8 @@ def _with(layout: Layout, sums: list[tuple[Bucket, int]], gathers: list[Kept], c
     return with_traffic(layout, buckets, weights, bool(case.config.offload), case.reduces_often)
 
 
-def gradient_sums(amounts: Amounts, layout: Layout, case: Case) -> list[tuple[Bucket, int]]:
-    """Returns the buckets of all ranks of a pipeline, each with its bytes of experts' gradients; none if neither other
-    ranks nor the host have a part in them."""
+def planned_reductions(amounts: Amounts, layout: Layout, case: Case) -> list[tuple[Bucket, int]]:
+    """Returns the buckets that a plan orders, of all ranks of a pipeline, each with its bytes of experts' gradients."""
     found = list[tuple[Bucket, int]]()
     for rank in range(layout.num_ranks):
         gradients = amounts.completed_gradients(layout, rank, case.place, bool(case.config.offload))
@@ -78,11 +77,11 @@ def gradient_sums(amounts: Amounts, layout: Layout, case: Case) -> list[tuple[Bu
     return found
 
 
-def _seconds(made: Bucket, experts: int, case: Case, cluster: Cluster) -> float:
+def _reduction_seconds(bucket: Bucket, experts: int, case: Case, cluster: Cluster) -> float:
     """Returns the seconds in which gradients are copied into a bucket and reduced."""
     on_gpu, device, seconds = cluster.backend == "nccl", cluster.device, 0.0
     axes, is_spread = rings(cluster, case.sizes), bool(case.spread_gradients)
-    for axis, held in ((COPIES, made.bytes - experts), (EXPERT_COPIES, experts)):
+    for axis, held in ((COPIES, bucket.bytes - experts), (EXPERT_COPIES, experts)):
         if axes[axis].size > 1 and held:
             seconds += device.moving_seconds(passes(axes[axis].size, is_spread, on_gpu) * held, 2 * held)
             method, times = ("reduce_scatter", 1) if is_spread else ("all_reduce", 2)
@@ -95,10 +94,11 @@ def _seconds(made: Bucket, experts: int, case: Case, cluster: Cluster) -> float:
 def passes(ranks: int, is_spread: bool, on_gpu: bool) -> float:
     """Returns how often a reduction reads or writes the bytes of its bucket, without the collective's own work.
 
-        copy into the bucket                    2                read and written
-        division by the number of batches       2                2 / ranks of a shard; 0 if NCCL averages
-        padding of a flat buffer                1 if spread      zeros, written before the copy
-        sum of exchanged parts on a CPU         1 + 2 / ranks    if spread
+                                                full gradients     shards
+        zeros in a flat buffer                                     1
+        copy into the bucket                    2                  2
+        sum of exchanged parts, on a CPU                           1 + 2 / ranks
+        division by the number of batches       2; 0 by NCCL       2 / ranks
 
     Args:
         ranks: with equal parameters.
@@ -199,4 +199,4 @@ def cast_seconds(amounts: Amounts, layout: Layout, case: Case, cluster: Cluster)
     cast = {name: amounts.copies[name] if name in later else 0 for name in amounts.layout.units}
     for flat, row in kept:
         cast[amounts.layout.units[flat.readers[0]]] += flat.bytes if is_cast(row) and not gathered else 0
-    return sum(cluster.device.moving_seconds(cast.get(name, 0) * (1 + PARAMETER / COPY)) for name in layout.units)
+    return sum(cluster.device.moving_seconds(cast.get(name, 0) * (1 + PARAMETER / CAST)) for name in layout.units)

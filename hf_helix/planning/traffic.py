@@ -1,4 +1,4 @@
-"""The traffic of parameters: gradients and weights that travel once a window.
+"""The traffic of parameters: gradients and weights between ranks, or between a device and its host.
 
 In:   the trained parameters of a pipeline rank, in the order in which a single micro-batch completes their gradients.
 Out:  buckets of gradients that travel together; `Traffic`, with the operators that move gradients or weights.
@@ -31,6 +31,7 @@ SMALLEST_BYTES = 2**20
 """Below this size a collective takes its latency: smaller buckets gain nothing."""
 
 TAIL = 4
+"""The buckets that share the last bytes of a window, see `fill_buckets`."""
 
 
 @dataclass(frozen=True)
@@ -86,19 +87,20 @@ class Bucket:
     """Parameters whose gradients travel together.
 
     Attributes:
-        members: the parameters, as indices.
+        members: the numbers of its gradients, among those that `gradient_buckets` was given.
         adders: the operators that add to the gradients, all on one pipeline rank.
         bytes: of the gradients, on the rank with most.
         spans_batches: see `BucketMember`, for any of them.
-        is_sharded_within_unit: whether the gradients are sharded and a single unit adds to them. A tied table's full
-            gradient lives through the whole backward pass anyway, since units add to it at the begin and at the end.
+        can_reduce_often: whether a reduction in every micro-batch saves memory: the gradients are sharded, and a single
+            unit adds to them. A tied table's full gradient lives through the whole backward pass anyway, since units
+            add to it at the begin and at the end.
     """
 
     members: tuple[int, ...]
     adders: tuple[Adder, ...]
     bytes: int
     spans_batches: bool = True
-    is_sharded_within_unit: bool = False
+    can_reduce_often: bool = False
 
     @property
     def is_planned(self) -> bool:
@@ -177,28 +179,28 @@ def completion(rows: Sequence[Parameter], backward: Mapping[int, Graph]) -> list
     return [number for *_, number in sorted(found)]
 
 
-def gradient_buckets(parameters: Sequence[BucketMember]) -> list[Bucket]:
+def gradient_buckets(gradients: Sequence[BucketMember]) -> list[Bucket]:
     """Returns the buckets of a pipeline rank in the order in which a single micro-batch completes them.
 
     A flat parameter is a bucket. Buckets depend neither on a plan nor on this rank's slices: sums have the same bits
     under every plan, and every rank knows the buckets of the others.
     """
-    full = [number for number, each in enumerate(parameters) if each.flat is None]
-    filled = fill_buckets([parameters[number].bytes for number in full], BUCKET_BYTES)
+    full = [number for number, each in enumerate(gradients) if each.flat is None]
+    filled = fill_buckets([gradients[number].bytes for number in full], BUCKET_BYTES)
     bucket_of = dict(zip(full, filled, strict=True))
     groups: dict[tuple[int, str] | int, list[int]] = {}
-    for number, each in enumerate(parameters):
+    for number, each in enumerate(gradients):
         key = each.flat or bucket_of[number]
         groups[key] = [*groups.pop(key, ()), number]  # moved to the end: complete with its last gradient
-    return [_bucket(parameters, members) for members in groups.values()]
+    return [_bucket(gradients, members) for members in groups.values()]
 
 
-def _bucket(parameters: Sequence[BucketMember], members: Sequence[int]) -> Bucket:
-    rows = [parameters[number] for number in members]
-    adders = tuple(dict.fromkeys(adder for row in rows for adder in row.adders))
-    spans_batches = any(row.spans_batches for row in rows)
-    is_within_unit = rows[0].is_sharded and len({unit for unit, _ in adders}) == 1
-    return Bucket(tuple(members), adders, sum(row.bytes for row in rows), spans_batches, is_within_unit)
+def _bucket(gradients: Sequence[BucketMember], members: Sequence[int]) -> Bucket:
+    chosen = [gradients[number] for number in members]
+    adders = tuple(dict.fromkeys(adder for each in chosen for adder in each.adders))
+    spans_batches = any(each.spans_batches for each in chosen)
+    is_within_unit = chosen[0].is_sharded and len({unit for unit, _ in adders}) == 1
+    return Bucket(tuple(members), adders, sum(each.bytes for each in chosen), spans_batches, is_within_unit)
 
 
 def fill_buckets(sizes: Sequence[int], largest: int) -> list[int]:
@@ -245,7 +247,7 @@ def traffic_of(
     for number, (bucket, cost) in enumerate(zip(buckets, costs, strict=True)):
         add = _moving("sum", number, Part.B, cost)
         copies = (replace(add, name=f"down.{number}", kind=Kind.DOWN),) if on_host else ()
-        repeats = often and bucket.is_sharded_within_unit
+        repeats = often and bucket.can_reduce_often
         traffic.append(Traffic(first + len(traffic), (add, *copies), bucket.bytes, bucket.adders, (), repeats))
     for number, flat in enumerate(weights):
         gather = replace(_moving("gather", number, Part.F, GATHER_COST), forward_name=flat.name)

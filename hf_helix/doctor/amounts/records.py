@@ -180,7 +180,7 @@ class Amounts:
         """The elements of the parameters of each unit, by its name. Parameters of several units count in the first:
         tied weights of a head count in the embedding."""
         rows = self.parameters_by_unit
-        return {name: Weights.of(rows.get(name, ()), self.place) for name in self.layout.units}
+        return {name: Weights.of(rows.get(name, ()), self.counted_place) for name in self.layout.units}
 
     @cached_property
     def parameters_by_unit(self) -> dict[str, list[Parameter]]:
@@ -202,8 +202,8 @@ class Amounts:
         return found
 
     @cached_property
-    def place(self) -> Place:
-        """The place of the counted rank."""
+    def counted_place(self) -> Place:
+        """The place of the counted rank. A case may shard gradients over other ranks, see `Case.place`."""
         axes: dict[str, Sharers] = {}
         for axis, size in self.cut_over.items():
             replicas = Ranks(self.spread.get(EXPERT_COPIES if axis == EXPERTS else COPIES, 1))
@@ -224,7 +224,7 @@ class Amounts:
         """
         counted: dict[str, list[tuple[Parameter, BucketMember]]] = {}
         for name, rows in self._by_completion.items():
-            found = ((row, _gradient(row, place, on_host)) for row in rows)
+            found = ((row, _in_fp32(row, place, on_host)) for row in rows)
             counted[name] = [(row, member) for row, member in found if member is not None]
         gradients = []
         for unit in reversed(layout.units_of(rank)):
@@ -244,8 +244,9 @@ class Amounts:
         return index
 
 
-def _gradient(row: Parameter, place: Place, on_host: bool) -> BucketMember | None:
-    """Returns the gradient of a parameter, in fp32."""
+def _in_fp32(row: Parameter, place: Place, on_host: bool) -> BucketMember | None:
+    """Returns the gradient of a parameter, in fp32 whatever its type, and in a flat parameter only if ranks shard it or
+    the host has its states."""
     is_sharded = on_host or place.sharers(row.cut.mesh_axis).shards.size > 1
     return BucketMember.of(replace(row, itemsize=GRADIENT, flat=row.flat if is_sharded else None), place)
 

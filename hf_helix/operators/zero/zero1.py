@@ -66,8 +66,8 @@ class Zero1FlatParameter(FlatParameter):
         self._gathered_at = None
 
     def prepare_gather_in_place(self) -> TransferFn:
-        """Returns a function to gather the shards of all ranks into the buffer, from the copies of shards on the host.
-        Collective."""
+        """Returns a function to gather the shards of all ranks into the buffer, or the copies of shards that the host
+        has. Collective."""
 
         def gather() -> None:
             self._fill(self.buffer)

@@ -118,7 +118,7 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
 
 def _bucket_from(row: Mapping[str, Any]) -> Bucket:
     adders = tuple((int(unit), str(name)) for unit, name in row["adders"])
-    return Bucket((), adders, int(row["bytes"]), is_sharded_within_unit=bool(row.get("every_microbatch", False)))
+    return Bucket((), adders, int(row["bytes"]), can_reduce_often=bool(row.get("every_microbatch", False)))
 
 
 def _split(text: str) -> Name:

@@ -46,7 +46,7 @@ def summed(layout: Layout) -> list[Bucket]:
         operators = layout.graphs[layout.units[unit]].backward.operators
         adding = [op for op in operators if op.part in (Part.W, Part.B) and not op.kind.communicates]
         adders = tuple((unit, op.name) for op in adding)
-        return Bucket((), adders, 4000, is_sharded_within_unit=unit < len(layout.units) - 1)
+        return Bucket((), adders, 4000, can_reduce_often=unit < len(layout.units) - 1)
 
     return [sum_of(unit) for unit in reversed(range(len(layout.units)))]
 
