@@ -205,7 +205,8 @@ class Session:
         if self.graphs is not None:
             self.graphs.keep_gradients()
         replays = self.graphs is not None and not self.graphs.has_given_up
-        digests = Digests() if self._is_verified(step) else None
+        every = self._cut.config.verify_every
+        digests = Digests(self._cut.model) if every > 0 and step % every == every - 1 else None
         with set_aside(self.runner), self._counting(window, traces=not replays):
             if self.graphs is not None:
                 losses = self.graphs.train_window(self.runner, window)
@@ -213,7 +214,7 @@ class Session:
                 note = None if digests is None else digests.add
                 losses = self.runner.train_window(window, may_begin=may_begin, note=note)
             if digests is not None:
-                digests.add_rest(self._cut.model.parameters())
+                digests.complete()
                 self._verify(window, digests, step)
         self._divided.note_gradients()
         return losses
@@ -231,19 +232,14 @@ class Session:
             yield
         self.looks.end(window, trace)
 
-    def _is_verified(self, step: int) -> bool:
-        every = self._cut.config.verify_every
-        return every > 0 and step % every == every - 1
-
     def _verify(self, window: Sequence[MicroBatch], digests: Digests, step: int) -> None:
         """Computes the gradients of a window again, see `hf_helix.engine.verification`. Collective."""
-        again = Digests()
+        again = Digests(self._cut.model)
         with measured(self.runner):
             in_another_order(self.runner).train_window(window, note=again.add)
-            again.add_rest(self._cut.model.parameters())
+            again.complete()
             forget_gradients(self.runner)
-        names = {parameter: name for name, parameter in self._cut.model.named_parameters()}
-        raise_if_different(digests.differing(again), names, step + 1)
+        raise_if_different(digests, again, step + 1)
 
     def _checked_window(
         self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int, is_compared: bool = False

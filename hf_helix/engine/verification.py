@@ -6,8 +6,6 @@ Must hold: gradients are the same bits in every order of issue (on CUDA: with de
 a wrong bit of a core, a memory or a link. One changed bit always changes a digest. The host reads the digests once.
 """
 
-from collections.abc import Iterable, Mapping
-
 import torch
 from torch import Tensor, nn
 
@@ -23,9 +21,14 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by b
 
 
 class Digests:
-    """Digests of the gradients of a window, by parameter."""
+    """Digests of the gradients of a window, by parameter.
 
-    def __init__(self) -> None:
+    Args:
+        model: the cut model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self._sums: dict[nn.Parameter, Tensor] = {}
 
     def add(self, parameter: nn.Parameter) -> None:
@@ -34,9 +37,9 @@ class Digests:
             made = digest(parameter.grad)
             self._sums[parameter] = self._sums[parameter] + made if parameter in self._sums else made
 
-    def add_rest(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Adds the gradients that no sum over ranks has noted, such as those of a pipeline stage, after the window."""
-        for parameter in parameters:
+    def complete(self) -> None:
+        """Adds the gradients that no sum over ranks has noted, such as a pipeline stage's, after the window."""
+        for parameter in self.model.parameters():
             if parameter not in self._sums:
                 self.add(parameter)
 
@@ -69,18 +72,19 @@ def in_another_order(runner: Runner) -> Runner:
     return runner.with_plan(other)
 
 
-def raise_if_different(differing: list[nn.Parameter], names: Mapping[nn.Parameter, str], step: int) -> None:
-    """Compares over all ranks. Collective.
+def raise_if_different(first: Digests, again: Digests, step: int) -> None:
+    """Compares the digests of a window over all ranks. Collective.
 
     Args:
-        differing: the parameters of this rank whose gradient was other bits the second time.
-        names: of the parameters.
+        first: of this rank.
+        again: of the second time.
         step: of the window, counted from 1.
 
     Raises:
         RuntimeError: on every rank, names the ranks and parameters.
     """
-    of_ranks = all_gather_object([names[parameter] for parameter in differing])
+    names = {parameter: name for name, parameter in first.model.named_parameters()}
+    of_ranks = all_gather_object([names[parameter] for parameter in first.differing(again)])
     found = [f"rank {rank}: {shorten_list(mine, limit=3)}" for rank, mine in enumerate(of_ranks) if mine]
     if found:
         raise RuntimeError(

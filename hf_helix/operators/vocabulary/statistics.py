@@ -21,6 +21,7 @@ Losses read the first three, entropy and accuracy the next two. TOTAL, TARGET an
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -38,24 +39,23 @@ kernels are few; on a CPU 4 MiB, which stay in its caches."""
 
 Parts = Callable[[Sequence[slice]], Iterable[slice]]
 
-_run: Parts = iter
+_run: ContextVar[Parts] = ContextVar("_run", default=iter)
 
 
 def run_parts(parts: Sequence[slice]) -> Iterable[slice]:
     """Returns the parts to run of a loop over tiles or chunks, in order: all, unless `counting` says otherwise."""
-    return _run(parts)
+    return _run.get()(parts)
 
 
 @contextmanager
 def counting(run: Parts) -> Iterator[None]:
     """Returns a context in which loops over tiles or chunks run the parts that a function yields. For counts without
     values, where equal parts take equally long."""
-    global _run
-    before, _run = _run, run
+    before = _run.set(run)
     try:
         yield
     finally:
-        _run = before
+        _run.reset(before)
 
 
 def type_of_sums(value: Tensor) -> torch.dtype:
