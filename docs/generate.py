@@ -2,7 +2,8 @@
 
 In:   `HelixConfig`'s docstring and defaults; `SUPPORTED`, the table of `hf-helix models`; the census; the
       folders of the package and their docstrings; `versions.json`, the runs that `pytest --record` has noted;
-      `hardware.json`, the doctor's answers; the doctor's `published.json`.
+      `hardware.json`, the doctor's answers; the doctor's `published.json`; the
+      census of native tensor parallelism.
 Out:  the blocks between `<!-- generated: NAME -->` and `<!-- end -->` in the README, configuration.md, support.md,
       models.md, installation.md, doctor.md and CONTRIBUTING.md.
 Must hold: it changes nothing outside the blocks; tests/test_docs.py compares the pages with what it would write.
@@ -15,6 +16,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hf_helix
 from hf_helix.cli.models import SUPPORTED, headline
@@ -83,6 +85,73 @@ def census_number() -> str:
     """How many classes are proven, for the first page, whose links are absolute."""
     page = "https://github.com/hf-helix/hf_helix/blob/main/docs/models.md"
     return f"**{headline(read_census())}**: [which, and why not the others]({page})."
+
+
+NATIVE = DOCS.parent / "benchmarks" / "results" / "native-census.json"
+LOSS, GRADIENT = 1e-5, 1e-4  # relative differences up to which a value is right
+
+
+def native() -> str:
+    """What was found for each class that Transformers or DeepSpeed cuts, beside ours."""
+    found, ours = json.loads(NATIVE.read_text()), read_census().classes
+    plan, autotp = found["native"]["classes"], found.get("autotp", {}).get("classes", {})
+    lines = [
+        f"Native: {_taken(found['native'])}. AutoTP: {_taken(found['autotp'])}." if autotp else _taken(found["native"]),
+        "",
+        "| class | native loss | native gradients | native, two micro-batches | AutoTP | ours, tp2 |",
+        "|---" * 6 + "|",
+    ]
+    for name in sorted({*plan, *autotp}):
+        cells = [f"`{name}`", *_native_cells(plan.get(name)), _autotp_cell(autotp.get(name))]
+        lines.append(f"| {' | '.join(cells)} | {ours[name]['tp2'].status if name in ours else ''} |")
+    return "\n".join(lines)
+
+
+def _taken(census: dict[str, Any]) -> str:
+    return f"{', '.join(f'{name} {number}' for name, number in census['versions'].items())}, {census['date']}"
+
+
+def _native_cells(found: dict[str, Any] | None) -> list[str]:
+    if found is None:
+        return ["no plan", "", ""]
+    if found["error"]:
+        return [_error(found["error"]), "", ""]
+    weights = f"; weights off {found['weights']:.0e}" if found["weights"] > LOSS else ""
+    of_gradients = [_difference(found[key], GRADIENT) for key in ("gradients", "accumulated")]
+    return [_difference(found["loss"], LOSS) + weights, *of_gradients]
+
+
+def _autotp_cell(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    if found["error"]:
+        return _error(found["error"])
+    return _difference(max(found["loss"], found["stepped"]), LOSS)
+
+
+def _error(text: str) -> str:
+    return "not run" if text.startswith("not run") else f"raises: {_cell(text[:120])}"
+
+
+def _difference(value: float, limit: float) -> str:
+    return "right" if value <= limit else f"**off {value:.0e}**"
+
+
+def native_number() -> str:
+    """How many classes train right under Transformers' own tensor parallelism, and here."""
+    found, ours = json.loads(NATIVE.read_text())["native"]["classes"], read_census().classes
+    cells = {name: cells for name, each in found.items() if (cells := _native_cells(each))[0] != "not run"}
+    once = sum(each[:2] == ["right", "right"] for each in cells.values())
+    twice = sum(each == ["right"] * 3 for each in cells.values())
+    proven = sum(name in ours and ours[name]["tp2"].status == "proven" for name in cells)
+    page = (
+        "https://github.com/hf-helix/hf_helix/blob/main/docs/models.md#tensor-parallelism-of-transformers-and-deepspeed"
+    )
+    return (
+        f"Of the {len(cells)} causal-LM classes that Transformers cuts by a plan of its own, {once} train right there "
+        f"with one micro-batch and {twice} with two; {proven} are proven here, always with several: "
+        f"[class by class]({page})."
+    )
 
 
 def versions() -> str:
@@ -178,6 +247,8 @@ BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
     "hardware": ("../README.md", hardware),
     "published": ("doctor.md", published),
     "census number": ("../README.md", census_number),
+    "native": ("models.md", native),
+    "native number": ("../README.md", native_number),
 }
 
 
