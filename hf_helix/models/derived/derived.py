@@ -14,8 +14,9 @@ import functools
 import hashlib
 import inspect
 import itertools
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,8 @@ from hf_helix.models.placement.value_placement import FREE, FULL, SHARD, NeedsIn
 from hf_helix.models.stock.alike import description
 from hf_helix.models.stock.batch_inputs import SequenceCut, form_of
 from hf_helix.models.stock.causal_lm import has_towers, layer_configs, text_part
-from hf_helix.models.trace.calls import LayerCall, LayerCalls
+from hf_helix.models.trace.blocks import Block, Blocks
+from hf_helix.models.trace.calls import LayerCalls
 from hf_helix.models.trace.opaque_calls import DTYPE, OPS, CallKind, OpaqueCalls, skeleton_of
 from hf_helix.models.trace.trace import (
     EXAMPLE_BATCH,
@@ -55,7 +57,12 @@ from hf_helix.models.trace.trace import (
     trace,
 )
 from hf_helix.operators.base import Tensors
+from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.units.unit import Unit
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 POSITIONS = {
     False: Given(TOKEN_POSITIONS, (1, EXAMPLE_LENGTH), torch.int64, (1,)),
@@ -109,20 +116,15 @@ class DerivedFamily(Family):
                 raise Underivable("it has a loss of its own above embeddings that its towers may change")
             self._traces: dict[tuple[str, frozenset[str]], ModuleTrace] = {}
             self._kinds: dict[tuple[str, int, int], SegmentPlan] = {}
+            self._blocks: dict[str, Blocks] = {}
             self._routers = {id(router.module): router.index for router in routers_of(base)}
-            self.calls = self._calls_of(base)
-            self._has_experts = bool(self._expert_counts())
             self._balance: Balance | None = None
+            self._call_options: dict[str, Any] = {}
             self._has_head = base.get_output_embeddings() is not None
             self._ends_at_decoder = not self._has_head
+            self._follow_layers(base)
+            self._has_experts = bool(self._expert_counts())
             self._ends: dict[tuple[bool, int, int], tuple[SegmentPlan, SegmentPlan]] = {}
-            masks = [mask for call in self.calls.calls for mask in call.masks]
-            by_positions = {mask.by_positions for mask in masks}
-            if len(by_positions) > 1:
-                raise Underivable("only some of its layers tell packed documents apart")
-            self.packs_by_positions = by_positions != {False}
-            self._windows = {mask.sliding_window for mask in masks}
-            self.is_recurrent = any(call.hides_padding for call in self.calls.calls)
             documents = dict.fromkeys(DOCUMENTS_OF_KERNELS, OF_DOCUMENTS) if self.is_recurrent else {}
             self.towers = Towers(base, self.calls) if has_towers(base) else None
             further = _further_inputs(base, [] if self.towers is None else self.towers.names)
@@ -134,23 +136,96 @@ class DerivedFamily(Family):
     def __reduce__(self) -> Any:
         return type(None), ()
 
-    def _calls_of(self, base: Any) -> LayerCalls:
-        """Returns the arguments of layers: with masks as tensors if the code of a layer computes with a mask, and with
-        a value that layers hand on."""
-        options: dict[str, Any] = {}
+    def _follow_layers(self, base: Any) -> None:
+        """Finds the arguments of layers: with masks as tensors if the code of a layer computes with a mask, and with a
+        value that layers hand on. The code of each kind of layer is followed to its end, for one rank."""
         while True:
             try:
-                self.calls = LayerCalls(base, **options)
-                for number in range(len(self.calls.calls)):
-                    self._traced(self._key(number), self._tracing(number))
-                return self.calls
+                self.calls = LayerCalls(base, **self._call_options)
+                firsts = {self._key(number): number for number in reversed(range(len(self.calls.calls)))}
+                for number in firsts.values():
+                    self._following(number, functools.partial(self._try, number))
+                break
             except ComputesWithMask:
-                if options:
+                if self._call_options:
                     raise
-                options["makes_masks"] = True
+                self._call_options["makes_masks"] = True
             except HandsOn as hands_on:
-                options["rest"] = (hands_on.given,)
+                self._call_options["rest"] = (hands_on.given,)
             self._traces.clear()
+            self._kinds.clear()
+        masks = [mask for call in self.calls.calls for mask in call.masks]
+        by_positions = {mask.by_positions for mask in masks}
+        if len(by_positions) > 1:
+            raise Underivable("only some of its layers tell packed documents apart")
+        self.packs_by_positions = by_positions != {False}
+        self._windows = {mask.sliding_window for mask in masks}
+        self.is_recurrent = any(call.hides_padding for call in self.calls.calls)
+
+    def _try(self, number: int) -> None:
+        """Declares a layer for one rank, of which nothing is kept."""
+        try:
+            self._declared(Builder("layer", f"layers.{number}", ParallelContext()), number, self._layer(number))
+        except Underivable:
+            raise
+        except Exception as error:  # of weights in 4 bits before they are opened, or said when the model is declared
+            logger.debug("layer %s is not declared", number, exc_info=error)
+
+    def _follow_cut(self, model: Any, tp: Axis) -> None:
+        """Follows the code of each kind of layer for tensor-parallel ranks; blocks that are found there may ask for
+        masks as tensors."""
+        try:
+            for number in range(len(self.calls.calls)):
+                self._following(number, functools.partial(self._kind, number, tp.size, tp.rank))
+        except ComputesWithMask:
+            if self._call_options:
+                raise
+            self._call_options["makes_masks"] = True
+            for known in (self._traces, self._kinds, self._ends):
+                known.clear()
+            self._follow_layers(model)
+            self._follow_cut(model, tp)
+
+    def _following(self, number: int, make: Callable[[], T]) -> T:
+        """Returns what `make` returns. As long as some code of a layer is not followed, its submodule becomes a
+        block."""
+        key = self._key(number)
+        blocks = self._blocks.setdefault(key, Blocks(self._layer(number)))
+        while True:
+            try:
+                return make()
+            except Underivable as error:
+                if not blocks.take(error):
+                    raise
+            for known in (self._traces, self._kinds):
+                for each in [each for each in known if each[0] == key]:
+                    del known[each]
+
+    def _layer(self, number: int) -> nn.Module:
+        return self.calls.decoder.layers[number]
+
+    def blocks(self) -> list[tuple[int, Block]]:
+        """Returns the blocks of all layers, each with the number of its layer."""
+        numbers = range(len(self.calls.calls))
+        return [(number, block) for number in numbers for block in self._blocks[self._key(number)].found.values()]
+
+    def notices(self, model: Any, tp_size: int) -> list[str]:
+        """Returns a line for each block: its layers, the reason, and the cost. `model` is full."""
+        layers: dict[Block, list[int]] = {}
+        for number, block in self.blocks():
+            layers.setdefault(block, []).append(number)
+        total = sum(parameter.numel() for parameter in model.parameters())
+        lines = []
+        for block, numbers in layers.items():
+            own = [p for number in numbers for p in self._layer(number).get_submodule(block.path).parameters()]
+            share = f"{sum(parameter.numel() for parameter in own) / total:.0%} of the parameters"
+            whole = f"; each of {tp_size} tensor-parallel ranks holds and computes all of it" if tp_size > 1 else ""
+            lines.append(
+                f"{block.path or 'the whole layer'} ({len(numbers)} of {len(self.calls.calls)} layers, {share}) runs as "
+                f"one operator, since {block.reason}: no communication overlaps with parts of it, its weight gradients "
+                f"come with its input gradient, and no window is a CUDA graph{whole}"
+            )
+        return lines
 
     # -- units -----------------------------------------------------------------------------------------------------
 
@@ -165,10 +240,19 @@ class DerivedFamily(Family):
 
     def layer(self, b: Builder, layer: Any) -> Unit:
         number = next(index for index, other in enumerate(self.calls.decoder.layers) if other is layer)
+
+        def declare() -> Unit:
+            graph = self._kind(number, b.tp.size, b.tp.rank).trace
+            for name, parameter in layer.named_parameters():
+                if not graph.trains(name):
+                    parameter.requires_grad_(False)  # as in Transformers: without gradient and without a step
+            return self._declared(b.anew(), number, layer)
+
+        return declare() if b.cp.size > 1 else self._following(number, declare)
+
+    def _declared(self, b: Builder, number: int, layer: nn.Module) -> Unit:
         plan, balance = self._kind(number, b.tp.size, b.tp.rank), self._balance
         named = list(layer.named_parameters())
-        for parameter in (p for name, p in named if not plan.trace.trains(name)):
-            parameter.requires_grad_(False)  # as in Transformers: without gradient and without a step
         start = {plan.trace.hidden: b.input("x")}
         sums = None if balance is None else b.input(BALANCE)
         features = b.input(f"{FEATURES}.before") if self._has_features else None
@@ -200,6 +284,7 @@ class DerivedFamily(Family):
         layer_indices: Collection[int] | None = None,
     ) -> list[Unit]:
         with refusing(model):
+            self._follow_cut(model, sharing.tp)
             ends = loss_tweaks is not None and loss_tweaks.ends_at_decoder
             self._balance = None if ends else balance_of(model)
             self._ends_at_decoder = not self._has_head or ends
@@ -333,16 +418,18 @@ class DerivedFamily(Family):
         return self._traces[key, inlined]
 
     def _tracing(self, number: int) -> Callable[[frozenset[str]], ModuleTrace]:
-        return functools.partial(self._trace_layer, self.calls.decoder.layers[number], self.calls.calls[number])
+        return functools.partial(self._trace_layer, number)
 
-    def _trace_layer(self, layer: nn.Module, call: LayerCall, inlined: frozenset[str]) -> ModuleTrace:
+    def _trace_layer(self, number: int, inlined: frozenset[str]) -> ModuleTrace:
+        layer, call = self._layer(number), self.calls.calls[number]
         opaque_calls, skeleton = OpaqueCalls(inlined), skeleton_of(layer).train()
-        opaque_calls.replace(skeleton)
+        enter = self._blocks[self._key(number)].replace(skeleton, opaque_calls)
         recorded, are_tuples = opaque_calls.record(skeleton, self._routers_in(layer)), list[bool]()
 
         def run(module: Any, x: Tensor, given: Sequence[Tensor]) -> Any:
             args, kwargs = call.fill(dict(zip((g.name for g in call.given), given, strict=True)))
             recorded.clear()
+            enter(x)
             result = module(x, *args, **kwargs)
             are_tuples.append(isinstance(result, tuple))
             rest, logits = self.calls.decoder.rest, [x for x in recorded if isinstance(x, Tensor)]
@@ -426,7 +513,10 @@ class DerivedFamily(Family):
         return [(path, self._routers[id(module)]) for path, module in named if id(module) in self._routers]
 
     def _expert_counts(self) -> set[int]:
+        as_is = [self._layer(number).get_submodule(block.path) for number, block in self.blocks()]
+        inside = {id(module) for block in as_is for module in block.modules()}
         modules = [m for layer in self.calls.decoder.layers for m in layer.modules() if is_experts(m)]
+        modules = [module for module in modules if id(module) not in inside]
         return {len(m.get_parameter("down_proj")) for m in modules}
 
     # -- side inputs -----------------------------------------------------------------------------------------------

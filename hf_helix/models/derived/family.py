@@ -210,6 +210,10 @@ class Family(ABC):
         """Returns a text of code, options and sizes; layers with equal texts are declared alike."""
         return description(self.layers(model)[index])
 
+    def notices(self, model: Any, tp_size: int) -> list[str]:
+        """Returns lines for the start of a run: parts of a full model that run in a way with a cost."""
+        return []
+
     def loss_adds_up(self, model: Any) -> bool:
         """Returns whether the loss of a batch is the sum of the losses of its rows."""
         return self.balance(model) is None

@@ -87,6 +87,10 @@ class Builder:
         self._above: set[nn.Parameter] = set()
         self._unread: set[nn.Parameter] = set()
 
+    def anew(self) -> Builder:
+        """Returns a builder of the same unit, without operators."""
+        return Builder(self.name, self.label, self.sharing, repeats=self.repeats, loss_tweaks=self.loss_tweaks)
+
     def input(self, name: str, is_plain: bool = False) -> str:
         """Adds an input of the unit; a plain one has no gradient."""
         self._inputs.append(name)
@@ -264,6 +268,7 @@ class Builder:
         relative_cost: float = LIGHT,
         frees_inputs: bool = False,
         elementwise: bool = False,
+        by_data: bool = False,
     ) -> tuple[str, ...]:
         """Adds a submodule, or any function, under autograd. Selective recompute runs it again.
 
@@ -284,14 +289,13 @@ class Builder:
             explicit: runs in place of the function, unless the function is compiled.
             relative_cost: a rough time relative to other operators.
             frees_inputs: see `AutogradOperator`.
-            elementwise: see `AutogradOperator`.
+            elementwise, by_data: see `AutogradOperator`.
         """
         parameters = self._parameters(function, uses, cut, on_shard)
         runs = self.compiled(function) if compiles and not draws else function
         plain, kept = tuple(non_differentiable), explicit if runs is function else None
-        operator = AutogradOperator(
-            runs, parameters, side, draws, len(plain), kept, frees_inputs=frees_inputs, elementwise=elementwise
-        )
+        traits = {"frees_inputs": frees_inputs, "elementwise": elementwise, "by_data": by_data}
+        operator = AutogradOperator(runs, parameters, side, draws, len(plain), kept, **traits)
         fields: dict[str, Any] = {"non_differentiable": plain, "recompute_when_selective": True}
         return self.declare(name, operator, inputs, (*outputs, *plain), relative_cost=relative_cost, **fields)
 

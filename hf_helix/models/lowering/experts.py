@@ -191,4 +191,8 @@ class Experts(ValueNames):
             raise Underivable("its experts take tokens that are not flat")
         h, weighed, which = (self.value(value, SHARD) for value in (tokens, weights, chosen))
         module, meter = self.module.get_submodule(opaque.path), self.meters.get(chosen)
-        self._set(node, declare_experts(self.b, h, weighed, which, module, meter, name=self._name(node)))
+        try:
+            result = declare_experts(self.b, h, weighed, which, module, meter, name=self._name(node))
+        except ValueError as error:  # of a form that is not built
+            raise Underivable(str(error)) from error
+        self._set(node, result)

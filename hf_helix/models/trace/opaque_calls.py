@@ -10,6 +10,7 @@ is known; all other code is traced through.
 import contextlib
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -47,6 +48,7 @@ class CallKind(Enum):
     GATED_NORM = "gated_norm"
     HIDE = "hide"
     TOWERS = "towers"
+    BLOCK = "block"
 
 
 DOCUMENTS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -93,7 +95,7 @@ class OpaqueCall:
     Attributes:
         path: the name of the module in the traced module.
         details: for attention, the arguments of the attention interface; for dropout, the probability; for a mixer, the
-            `MixerCall`.
+            `MixerCall`; for a block, the `BlockCall`.
     """
 
     kind: CallKind
@@ -120,6 +122,9 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
         tensors[like].shape
     ),
     "gated_norm(Tensor x, Tensor gate, int number) -> Tensor": lambda x, *_: torch.empty_like(x),
+    "block(Tensor[] tensors, SymInt[] sizes, ScalarType dtype, int number) -> Tensor": lambda tensors, sizes, dtype, _: (
+        tensors[0].new_empty(sizes, dtype=dtype)
+    ),
 }
 """The schemas of the custom operators, each with a function that gives the shapes of its result."""
 
@@ -137,19 +142,29 @@ OPAQUE_OPS: dict[Any, int] = {
     OPS.lookup.default: 1,
     OPS.mixer.default: 2,
     OPS.gated_norm.default: 2,
+    OPS.block.default: 3,
 }
 """The custom operators, each with the index of the argument for the number of the call; tensors stand before it."""
 
 
-def skeleton_of(module: nn.Module) -> Any:
-    """Returns a copy of a module on the meta device: code and options, without memory for weights."""
+def _on_meta(tensor: Tensor, is_buffer: bool) -> Tensor:
+    """Returns a tensor without memory in place of a parameter or buffer."""
+    dtype = tensor.dtype if is_buffer and not tensor.is_floating_point() else DTYPE
+    return torch.empty(tensor.shape, device="meta", dtype=dtype)
+
+
+def skeleton_of(module: nn.Module, make: Callable[[Tensor, bool], Tensor] = _on_meta) -> Any:
+    """Returns a copy of a module: code and options, without memory for weights.
+
+    Args:
+        module: the module.
+        make: returns the value of a parameter, or of a buffer (True); by default on the meta device.
+    """
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
-        value = torch.empty(parameter.shape, device="meta", dtype=DTYPE)
-        memo[id(parameter)] = nn.Parameter(value, requires_grad=False)
+        memo[id(parameter)] = nn.Parameter(make(parameter, False), requires_grad=False)
     for buffer in module.buffers():
-        dtype = DTYPE if buffer.is_floating_point() else buffer.dtype
-        memo[id(buffer)] = torch.empty(buffer.shape, device="meta", dtype=dtype)
+        memo[id(buffer)] = make(buffer, True)
     skeleton = copy_module(module, memo)
     part: Any
     for part in skeleton.modules():
@@ -307,6 +322,19 @@ class OpaqueCalls:
                 yield
         finally:
             interface.get_interface = plain_interface
+
+    def path_of_error(self, error: BaseException | None) -> str | None:
+        """Returns the path of the innermost module whose code raised an error; None for an error of other code."""
+        path = None
+        while error is not None:
+            for frame, _ in traceback.walk_tb(error.__traceback__):
+                owner = frame.f_locals.get("self")
+                if isinstance(owner, nn.Module):
+                    path = self._paths.get(id(owner), path)
+            if path is not None:
+                break
+            error = error.__cause__ or error.__context__
+        return path
 
     def path_of_frame(self) -> str:
         """Returns the path of the module whose code is running; the module decides whether dropout is active."""

@@ -35,6 +35,8 @@ def parameter_rows(
     """
     adders, flats = _all_adders(units), _flats(units)
     above = {parameter for unit in units.values() for parameter in unit.above}
+    by_data = [each for unit in units.values() for each in unit.operators.values() if each.by_data]
+    conditional = {parameter for operator in by_data for parameter in operator.parameters}
     rows: Rows = {}
     for index, unit in units.items():
         for parameter, cut in unit.placements.items():
@@ -53,6 +55,7 @@ def parameter_rows(
                 adders=tuple(adders[parameter]),
                 is_above=parameter in above,
                 is_read=parameter not in unit.unread,
+                is_conditional=parameter in conditional,
                 flat=flat,
                 number=number,
             )
