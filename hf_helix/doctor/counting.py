@@ -124,7 +124,7 @@ def kinds_of(model: Any) -> Kinds:
     family = family_of(base)
     layers = list(family.layers(base))
     whole = declare(model, config, simulated_mesh({}), modes_of(layers, None, config)).rank_units
-    by_data = [unit.label for unit in whole.all_units.values() if any(op.by_data for op in unit.operators.values())]
+    by_data = [unit.label for unit in whole.all_units.values() if unit.by_data]
     if by_data:
         raise ValueError(
             f"{type(base).__name__}: {by_data[0]} has a block whose work depends on the values of a batch, and the doctor "

@@ -521,8 +521,8 @@ def reason_against_all_graphs(mesh: Mesh, runner: Runner, config: HelixConfig, e
             "the host must know how many rows go to which expert; with HelixConfig(expert_capacity_factor=...), such "
             "as 1.25, shapes do not depend on it"
         )
-    if blocks := [name for name, operator in _operators(runner) if operator.by_data]:
-        return f"the code of {blocks[0]} reads values on the host, and decides by them what it computes"
+    if blocks := [unit.label for unit in runner.rank_units.all_units.values() if unit.by_data]:
+        return f"a block of {blocks[0]} reads values on the host, and decides by them what it computes"
     settings = (os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     if config.cuda_graphs == AUTO and world_size() > 1 and "expandable_segments:True" in ",".join(settings):
         return (
@@ -530,12 +530,6 @@ def reason_against_all_graphs(mesh: Mesh, runner: Runner, config: HelixConfig, e
             "leave it out, or try cuda_graphs=True"
         )
     return None
-
-
-def _operators(runner: Runner) -> Iterator[tuple[str, TensorOperator]]:
-    """Yields the operators of all ranks, each with its unit and name."""
-    for unit in runner.rank_units.all_units.values():
-        yield from ((f"{unit.label}.{name}", operator) for name, operator in unit.operators.items())
 
 
 def reason_against_graph(runner: Runner, leaves: Iterable[Any]) -> str | None:

@@ -123,6 +123,7 @@ class DerivedFamily(Family):
             self._has_head = base.get_output_embeddings() is not None
             self._ends_at_decoder = not self._has_head
             self._follow_layers(base)
+            self._has_blocks = bool(self.blocks())
             self._has_experts = bool(self._expert_counts())
             self._ends: dict[tuple[bool, int, int], tuple[SegmentPlan, SegmentPlan]] = {}
             documents = dict.fromkeys(DOCUMENTS_OF_KERNELS, OF_DOCUMENTS) if self.is_recurrent else {}
@@ -185,6 +186,7 @@ class DerivedFamily(Family):
                 known.clear()
             self._follow_layers(model)
             self._follow_cut(model, tp)
+        self._has_blocks = bool(self.blocks())
 
     def _following(self, number: int, make: Callable[[], T]) -> T:
         """Returns what `make` returns. As long as some code of a layer is not followed, its submodule becomes a
@@ -550,9 +552,11 @@ class DerivedFamily(Family):
         return {**side, **expert_side_inputs(batch, cut), **balance}
 
     def loss_adds_up(self, model: Any) -> bool:
-        # Attention that is not causal sees later tokens in batches without padding, so a row may depend on the others.
+        # Attention that is not causal sees later tokens in batches without padding, so a row may depend on the others;
+        # a block may do so in any way.
         modules = (module for layer in self.calls.decoder.layers for module in layer.modules())
-        return super().loss_adds_up(model) and all(getattr(module, "is_causal", True) for module in modules)
+        is_causal = all(getattr(module, "is_causal", True) for module in modules)
+        return super().loss_adds_up(model) and is_causal and not self._has_blocks
 
     def count_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         counted = None if ids.is_meta or self.calls.count is None else self.calls.count(ids, mask)

@@ -101,7 +101,7 @@ class BlockCall:
         """Returns the result of a call of the module with other tensors."""
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, tensors, strict=True):
-            leaves[place] = tensor
+            leaves[place] = tensor.contiguous()  # as the model has it: operators have tokens first
         args, kwargs = tree_unflatten(leaves, self.form)
         return tree_leaves(module(*args, **kwargs))[self.result]
 
