@@ -445,7 +445,9 @@ class DerivedFamily(Family):
         hidden = torch.empty((EXAMPLE_BATCH, EXAMPLE_LENGTH, self._width), dtype=DTYPE, device="meta")
         graph = trace(skeleton, opaque_calls, hidden, call.given, run)
         if graph.longest is not None and graph.longest < self._num_positions:
-            raise Underivable(f"its code does something else for rows of more than {graph.longest} tokens")
+            # Which submodule has the code is not known: one after another becomes a block.
+            reason = f"its code does something else for rows of more than {graph.longest} tokens"
+            raise Underivable(reason, self._blocks[self._key(number)].next_child())
         return dataclasses.replace(graph, is_tuple=are_tuples[-1])
 
     def _trace_model(self, model: Any, inlined: frozenset[str]) -> ModuleTrace:
@@ -504,6 +506,12 @@ class DerivedFamily(Family):
 
     def check_experts(self, model: Any, sharing: ParallelContext) -> None:
         counts = self._expert_counts()
+        if not counts and self._has_blocks and (sharing.ep_size > 1 or sharing.capacity_factor):
+            raise ValueError(
+                f"ep_size={sharing.ep_size} and expert_capacity_factor={sharing.capacity_factor} are for fused experts, "
+                f"and {type(model).__name__} has none that are cut: code that is not followed runs as it is, whole on "
+                "every rank; use ep_size=1 and expert_capacity_factor=None"
+            )
         if not counts:
             super().check_experts(model, sharing)
         for count in counts:

@@ -152,6 +152,12 @@ class Blocks:
             reason = self.found.pop(other).reason
         self.found[path] = Block(path, reason)
 
+    def next_child(self) -> str:
+        """Returns the first submodule of the layer that is no block yet and has submodules; if there is none, the
+        layer."""
+        names = (name for name, child in self._layer.named_children() if next(child.children(), None) is not None)
+        return next((name for name in names if name not in self.found), "")
+
     def replace(self, skeleton: nn.Module, opaque_calls: OpaqueCalls) -> Callable[[Tensor], None]:
         """Makes the submodules of a skeleton opaque, the blocks as well; returns a function that takes the value that
         enters a trace [batch, sequence, ...], before the skeleton is called."""
@@ -212,7 +218,11 @@ def runnable_copy(module: nn.Module, dtype: torch.dtype = DTYPE) -> Any:
             return kept.to(dtype) if kept.is_floating_point() else kept
         return _windows(tensor.shape, dtype, generator)
 
-    return skeleton_of(module, make).train()
+    copied = skeleton_of(module, make).train()
+    for part in copied.modules():
+        if hasattr(config := getattr(part, "config", None), "_experts_implementation"):
+            config._experts_implementation = "eager"  # grouped products take no windows
+    return copied
 
 
 def _windows(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

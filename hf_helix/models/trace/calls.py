@@ -127,6 +127,8 @@ class Decoder:
         if len(candidates) > 1 and hasattr(base, "get_decoder"):  # towers of images and sound also have layers
             text = {id(module) for module in base.get_decoder().modules()}
             candidates = [each for each in candidates if id(each[0]) in text]
+        if len(candidates) > 1 and hasattr(base, "get_decoder"):  # or lie between embeddings and decoder layers
+            candidates = [each for each in candidates if each[0] is base.get_decoder()] or candidates
         if len(candidates) != 1:
             raise Underivable(f"it has {len(candidates) or 'no'} lists of decoder layers, and one is needed")
         ((self.holder, self._name, self.layers),) = candidates
