@@ -127,8 +127,8 @@ def kinds_of(model: Any) -> Kinds:
     by_data = [unit.label for unit in whole.all_units.values() if unit.by_data]
     if by_data:
         raise ValueError(
-            f"{type(base).__name__}: {by_data[0]} has a block whose work depends on the values of a batch, and the doctor "
-            "counts without values; measure layouts instead: hf-helix profile, or a short run of each"
+            f"{type(base).__name__}: {by_data[0]} has a block whose work depends on the values of a batch, and the "
+            "doctor counts without values; measure layouts instead: hf-helix profile, or a short run of each"
         )
     keys = [
         (

@@ -221,12 +221,7 @@ class DerivedFamily(Family):
         for block, numbers in layers.items():
             own = [p for number in numbers for p in self._layer(number).get_submodule(block.path).parameters()]
             share = f"{sum(parameter.numel() for parameter in own) / total:.0%} of the parameters"
-            whole = f"; each of {tp_size} tensor-parallel ranks holds and computes all of it" if tp_size > 1 else ""
-            lines.append(
-                f"{block.path or 'the whole layer'} ({len(numbers)} of {len(self.calls.calls)} layers, {share}) runs as "
-                f"one operator, since {block.reason}: no communication overlaps with parts of it, its weight gradients "
-                f"come with its input gradient, and no window is a CUDA graph{whole}"
-            )
+            lines.append(block.line(f"{len(numbers)} of {len(self.calls.calls)} layers, {share}", tp_size))
         return lines
 
     # -- units -----------------------------------------------------------------------------------------------------
@@ -508,9 +503,9 @@ class DerivedFamily(Family):
         counts = self._expert_counts()
         if not counts and self._has_blocks and (sharing.ep_size > 1 or sharing.capacity_factor):
             raise ValueError(
-                f"ep_size={sharing.ep_size} and expert_capacity_factor={sharing.capacity_factor} are for fused experts, "
-                f"and {type(model).__name__} has none that are cut: code that is not followed runs as it is, whole on "
-                "every rank; use ep_size=1 and expert_capacity_factor=None"
+                f"ep_size={sharing.ep_size} with expert_capacity_factor={sharing.capacity_factor} is for fused "
+                f"experts, and those of {type(model).__name__} run as they are, in a block that every rank has whole; "
+                "use ep_size=1 and expert_capacity_factor=None"
             )
         if not counts:
             super().check_experts(model, sharing)

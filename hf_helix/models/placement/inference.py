@@ -206,8 +206,9 @@ def _block(p: Placements, node: Node) -> ValuePlacement:
     """Places the result of a block, which runs on the full sequence and is equal on every rank, with all of its
     parameters: whatever it does, a rank's gradient is then the part of its own tokens."""
     operands, path = args_of(node)[0], p.trace.path_of(node)
-    is_read = node is p.trace.result or any(node.users)
-    if is_read and not is_canonical(p.trace, node) or all(p.of(value).where == FREE for value in operands):
+    is_read = node is p.trace.result or bool(node.users)
+    is_free = all(p.of(value).where == FREE for value in operands)
+    if is_free or (is_read and not is_canonical(p.trace, node)):
         raise Underivable(f"{path or 'the layer'} takes or returns values that are not laid out by tokens", path)
     for value in operands:
         if p.of(value).dim is not None:

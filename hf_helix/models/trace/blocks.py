@@ -80,6 +80,15 @@ class Block:
     results: tuple[Any, ...] | None = None
     form: TreeSpec | None = None
 
+    def line(self, extent: str, tp_size: int) -> str:
+        """Returns a line about the block, the reason and the cost; `extent` is the part of the model."""
+        whole = f"; each of {tp_size} tensor-parallel ranks holds and computes all of it" if tp_size > 1 else ""
+        return (
+            f"{self.path or 'the whole layer'} ({extent}) runs as one operator, since {' '.join(self.reason.split())}: "
+            "no communication overlaps with parts of it, its weight gradients come with its input gradient, and no "
+            f"window is a CUDA graph{whole}"
+        )
+
 
 @dataclass(frozen=True)
 class BlockCall:

@@ -32,6 +32,9 @@ _MASKS = {
 }
 """The window of each mask function of Transformers."""
 
+RECURRENT_MASK = "create_recurrent_attention_mask"
+"""The function of Transformers that makes the mask of padding for recurrent layers, or None."""
+
 
 LAYER_CLASS = GradientCheckpointingLayer
 """The base class of Transformers' decoder layers."""
@@ -214,7 +217,11 @@ def _making(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def make(*args: Any, **kwargs: Any) -> Any:
         if getattr(kwargs.get("position_ids"), "is_meta", False):
             kwargs["position_ids"] = None
-        return function(*args, **{**kwargs, **dict.fromkeys(skips, False)})
+        made = function(*args, **{**kwargs, **dict.fromkeys(skips, False)})
+        if made is None and name == RECURRENT_MASK:  # as for rows without padding
+            embeddings = inspect.signature(function).bind(*args, **kwargs).arguments["inputs_embeds"]
+            return embeddings.new_ones(embeddings.shape[:2], dtype=torch.long)
+        return made
 
     return make
 
@@ -237,7 +244,7 @@ def _naming(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def make(config: Any = None, *args: Any, **kwargs: Any) -> Any:
         extra = [key for key in ("or_mask_function", "and_mask_function") if kwargs.get(key) is not None]
         by_positions = kwargs.get("position_ids") is not None
-        if name == "create_recurrent_attention_mask" and not extra:
+        if name == RECURRENT_MASK and not extra:
             return PaddingMask()
         if name == "create_masks_for_generate" and not extra:  # text has no blocks of images in it
             return _masks_by_kind(config.get_text_config(), by_positions)

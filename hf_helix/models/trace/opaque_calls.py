@@ -122,8 +122,8 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
         tensors[like].shape
     ),
     "gated_norm(Tensor x, Tensor gate, int number) -> Tensor": lambda x, *_: torch.empty_like(x),
-    "block(Tensor[] tensors, SymInt[] sizes, ScalarType dtype, int number) -> Tensor": lambda tensors, sizes, dtype, _: (
-        tensors[0].new_empty(sizes, dtype=dtype)
+    "block(Tensor[] tensors, SymInt[] sizes, ScalarType dtype, int number) -> Tensor": (
+        lambda tensors, sizes, dtype, _: tensors[0].new_empty(sizes, dtype=dtype)
     ),
 }
 """The schemas of the custom operators, each with a function that gives the shapes of its result."""

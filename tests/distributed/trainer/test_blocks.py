@@ -145,3 +145,24 @@ def test_dropout_draws_again_what_it_drew(helix: Any, cluster_of: Any, tmp_path:
 def test_a_branch_over_a_shared_sequence_is_refused(cluster_of: Any, tmp_path: Path) -> None:
     words = "cp_size=2: mlp runs as one block, which does not work token by token", "use cp_size=1"
     cluster_of(2).assert_raises(follow, *words, folder=str(tmp_path), helix=CP, model=BRANCHING)
+
+
+def resume(folder: str, helix: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Losses of a training, and of one that goes on from its checkpoint in the middle."""
+    training = {"save_strategy": "steps", "save_steps": 2}
+    helix = {"plan": "greedy", "cache": False, **helix}
+    found = []
+    for checkpoint in (None, f"{folder}/checkpoint-2"):
+        trainer = jobs.make_trainer(folder, helix, LOOPED, SHORT, training)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        trainer.helix.close()
+    return found[0], found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("helix", [{}, ZERO1, ZERO3, TP, PP], ids=str)
+def test_resuming_without_states_of_unused_experts(helix: Any, cluster_of: Any, tmp_path: Path) -> None:
+    """An optimizer has no states for experts that it never stepped; a checkpoint has none either."""
+    for whole, resumed in cluster_of(2).run(resume, folder=str(tmp_path), helix=helix):
+        assert resumed == whole
