@@ -97,8 +97,10 @@ class ValueNames:
             return (
                 LocalPositionsSegment(bound, self.b.tp.rank, self.b.tp.size) if segment.side else bound
             ), segment.side
-        if len(outputs) > 1 or any(self.trace.shape(value)[:2] != (BATCH, SEQUENCE) for value in (*inputs, *outputs)):
-            raise Underivable("rows of tokens meet what belongs to positions")
+        flat = [value for value in (*inputs, *outputs) if self.trace.shape(value)[:2] != (BATCH, SEQUENCE)]
+        if len(outputs) > 1 or flat:
+            path = self.trace.path(flat[0]) if flat else None
+            raise Underivable("rows of tokens meet what belongs to positions", path)
         return BatchFirstSegment(bound), (*side, "length")
 
     def _used_by(self, segment: SegmentFunction) -> dict[str, Any]:

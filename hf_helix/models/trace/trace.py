@@ -403,11 +403,13 @@ class ModuleTrace:
 
     @contextlib.contextmanager
     def following(self, node: Node) -> Iterator[None]:
-        """Returns the context in which refusals name the module whose code makes a call, unless they name another."""
+        """Returns the context in which refusals name the module whose code makes a call, or reads a constant, unless
+        they name another."""
         try:
             yield
         except Underivable as refusal:
-            refusal.path = self.path(node) if refusal.path is None else refusal.path
+            called = next(iter(node.users), node) if node.op == "placeholder" else node
+            refusal.path = self.path(called) if refusal.path is None else refusal.path
             raise
 
 
