@@ -199,9 +199,8 @@ class DerivedFamily(Family):
             except Underivable as error:
                 if not blocks.take(error):
                     raise
-            for known in (self._traces, self._kinds):
-                for each in [each for each in known if each[0] == key]:
-                    del known[each]
+            self._traces = {each: graph for each, graph in self._traces.items() if each[0] != key}
+            self._kinds = {each: plan for each, plan in self._kinds.items() if each[0] != key}
 
     def _layer(self, number: int) -> nn.Module:
         return self.calls.decoder.layers[number]

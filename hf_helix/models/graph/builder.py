@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, count
 from typing import Any
 
 from torch import Tensor, nn
@@ -90,6 +91,11 @@ class Builder:
     def anew(self) -> Builder:
         """Returns a builder of the same unit, without operators."""
         return Builder(self.name, self.label, self.sharing, repeats=self.repeats, loss_tweaks=self.loss_tweaks)
+
+    def unused(self, name: str, last: str) -> str:
+        """Returns a first part of the names of operators, of which `last` is one: `name`, or `name.2` and so on."""
+        numbered = (f"{name}.{number}" for number in count(2))
+        return next(each for each in chain([name], numbered) if f"{each}.{last}" not in self._tensor_operators)
 
     def input(self, name: str, is_plain: bool = False) -> str:
         """Adds an input of the unit; a plain one has no gradient."""

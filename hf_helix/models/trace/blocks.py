@@ -229,7 +229,8 @@ def runnable_copy(module: nn.Module, dtype: torch.dtype = DTYPE) -> Any:
 
     copied = skeleton_of(module, make).train()
     for part in copied.modules():
-        if hasattr(config := getattr(part, "config", None), "_experts_implementation"):
+        config: Any = getattr(part, "config", None)
+        if hasattr(config, "_experts_implementation"):
             config._experts_implementation = "eager"  # grouped products take no windows
     return copied
 
