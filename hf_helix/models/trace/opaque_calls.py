@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from types import FrameType
 from typing import Any
 
 import torch
@@ -328,9 +329,8 @@ class OpaqueCalls:
         path = None
         while error is not None:
             for frame, _ in traceback.walk_tb(error.__traceback__):
-                owner = frame.f_locals.get("self")
-                if isinstance(owner, nn.Module):
-                    path = self._paths.get(id(owner), path)
+                here = self._path_of_owner(frame)
+                path = path if here is None else here
             if path is not None:
                 break
             error = error.__cause__ or error.__context__
@@ -340,11 +340,18 @@ class OpaqueCalls:
         """Returns the path of the module whose code is running; the module decides whether dropout is active."""
         frame = inspect.currentframe()
         while frame is not None:
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, nn.Module) and id(owner) in self._paths:
-                return self._paths[id(owner)]
+            path = self._path_of_owner(frame)
+            if path is not None:
+                return path
             frame = frame.f_back
         return ""
+
+    def _path_of_owner(self, frame: FrameType) -> str | None:
+        """Returns the path of the module whose method a frame runs; None for other code. If a model has a module in two
+        places, torch traces through stand-ins of its modules."""
+        owner = frame.f_locals.get("self")
+        owner = owner.get_base() if hasattr(type(owner), "get_base") else owner
+        return self._paths.get(id(owner)) if isinstance(owner, nn.Module) else None
 
 
 def _calling(module: nn.Module) -> Callable[..., Any]:
