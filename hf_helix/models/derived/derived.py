@@ -108,8 +108,7 @@ class DerivedFamily(Family):
     def __init__(self, base: Any) -> None:
         self.model_class = type(base).__name__
         self.traced = {id(module): forward_of(module) for module in base.modules()}
-        width = getattr(base.config.get_text_config(), "hidden_size", None)
-        self._width = width if isinstance(width, int) else super().width(base)
+        self._width = getattr(base.config.get_text_config(), "hidden_size", None)
         self._num_positions = getattr(base.config.get_text_config(), "max_position_embeddings", None) or 0
         with refusing(base):
             if has_towers(base) and not has_stock_loss(base):
@@ -143,8 +142,9 @@ class DerivedFamily(Family):
         while True:
             try:
                 self.calls = LayerCalls(base, **self._call_options)
-                firsts = {self._key(number): number for number in reversed(range(len(self.calls.calls)))}
-                for number in firsts.values():
+                self._token_shape = self.token_shape(base)
+                keys = [self._key(number) for number in range(len(self.calls.calls))]
+                for number in map(keys.index, dict.fromkeys(keys)):
                     self._following(number, functools.partial(self._try, number))
                 break
             except ComputesWithMask:
@@ -316,8 +316,11 @@ class DerivedFamily(Family):
         features = (FEATURES,) if self._has_features else ()
         return b.build(x, *self.balance_start(b, model), *features, *handed)
 
-    def width(self, model: Any) -> int:
-        return self._width  # projections may stand between the embedding and the layers, as in OPT-350M
+    def token_shape(self, model: Any) -> tuple[int, ...]:
+        # Projections may stand between the embedding and the layers, as in OPT-350M, or copies for several streams.
+        plain = (self._width,) if isinstance(self._width, int) else super().token_shape(model)
+        *streams, factor = self.calls.token_shape
+        return (*streams, factor * plain[0])
 
     def empty(
         self, model: Any, tp_size: int, ends_at_decoder: bool = False, dtype: torch.dtype | None = None
@@ -436,7 +439,7 @@ class DerivedFamily(Family):
                 raise Underivable("its layers hand a second value from one to the next, which is not built")
             return (result[0] if isinstance(result, tuple) else result, handed, *logits)
 
-        hidden = torch.empty((EXAMPLE_BATCH, EXAMPLE_LENGTH, self._width), dtype=DTYPE, device="meta")
+        hidden = torch.empty((EXAMPLE_BATCH, EXAMPLE_LENGTH, *self._token_shape), dtype=DTYPE, device="meta")
         graph = trace(skeleton, opaque_calls, hidden, call.given, run)
         if graph.longest is not None and graph.longest < self._num_positions:
             # Which submodule has the code is not known: one after another becomes a block.

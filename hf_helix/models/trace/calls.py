@@ -344,6 +344,7 @@ class LayerCalls:
         num_positions: how many positions have a row in the tables of positions; None without tables.
         has_rows: whether the embedding needs the positions of every row of a batch: the code reads other tables
             besides, or computes with positions.
+        token_shape: of what enters the layers for each token, from embeddings of one feature.
         count: from the ids and the mask of a batch to the positions that the decoder counts by them; None for plain
             positions. Read once the model has weights.
     """
@@ -442,6 +443,7 @@ class LayerCalls:
             if shapes and hidden.shape == shapes[-1][1:]:
                 raise _TakesFirst("its decoder takes the first row of what a layer returns")
             shapes.append(hidden.shape)
+            self.token_shape = tuple(hidden.shape[2:])
             calls[number] = args, kwargs
             if wanted <= calls.keys():
                 raise Enough
