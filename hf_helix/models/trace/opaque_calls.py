@@ -241,7 +241,7 @@ class OpaqueCalls:
         elif is_gated_norm(module):
             if path not in self._inlined:
                 module.forward = self._gating(module.forward, path)
-        elif is_norm(module) and path not in self._inlined:
+        elif is_norm(module) and path not in self._inlined and _keeps_shape(module):
             number = self.add(CallKind.NORM, path)
             module.forward = lambda x: OPS.unary(x, number)
         elif isinstance(module, nn.Dropout):
@@ -428,6 +428,17 @@ def is_norm(module: Any) -> bool:
         return False  # torch's norms of several dimensions, of channels, or of a batch
     required = [p for p in inspect.signature(module.forward).parameters.values() if p.default is p.empty]
     return len(required) == 1 and all(p.dim() == 1 for p in module.parameters())
+
+
+def _keeps_shape(norm: Any) -> bool:
+    """Returns whether a norm of a skeleton returns the normalised values, and not only their scale."""
+    width = next((parameter.shape[0] for parameter in norm.parameters()), 8)
+    value = torch.empty(1, 1, width, dtype=DTYPE, device="meta")
+    try:
+        with torch.no_grad():
+            return bool(norm(value).shape == value.shape)
+    except (RuntimeError, NotImplementedError):  # of code that does not run on the meta device
+        return True
 
 
 def is_gated_norm(module: Any) -> bool:
