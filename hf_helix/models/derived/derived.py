@@ -318,9 +318,9 @@ class DerivedFamily(Family):
 
     def token_shape(self, model: Any) -> tuple[int, ...]:
         # Projections may stand between the embedding and the layers, as in OPT-350M, or copies for several streams.
-        plain = (self._width,) if isinstance(self._width, int) else super().token_shape(model)
+        (width,) = (self._width,) if isinstance(self._width, int) else super().token_shape(model)
         *streams, factor = self.calls.token_shape
-        return (*streams, factor * plain[0])
+        return (*streams, width if factor == width else factor * width)  # a norm's weight makes one feature all
 
     def empty(
         self, model: Any, tp_size: int, ends_at_decoder: bool = False, dtype: torch.dtype | None = None
