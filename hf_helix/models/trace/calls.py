@@ -361,6 +361,11 @@ class LayerCalls:
             raise Underivable(
                 f"hidden_size_per_layer_input={width} gives every layer embeddings of its own, which is not built"
             )
+        if any("input_ids" in inspect.signature(stock_forward(each)).parameters for each in self.decoder.layers):
+            raise Underivable(
+                "its decoder hands the ids of tokens to every layer, which is not built: units of layers would take "
+                "them as a side input"
+            )
         self._makes_masks = makes_masks  # then code also computes with positions, and each row has its own
         self._table = base.get_input_embeddings()
         self._pad = getattr(base.config.get_text_config(), "pad_token_id", None)
