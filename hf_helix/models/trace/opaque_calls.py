@@ -349,7 +349,7 @@ class OpaqueCalls:
     def _path_of_owner(self, frame: FrameType) -> str | None:
         """Returns the path of the module whose method a frame runs; None for other code. If a model has a module in two
         places, torch traces through stand-ins of its modules."""
-        owner = frame.f_locals.get("self")
+        owner: Any = frame.f_locals.get("self")
         owner = owner.get_base() if hasattr(type(owner), "get_base") else owner
         return self._paths.get(id(owner)) if isinstance(owner, nn.Module) else None
 

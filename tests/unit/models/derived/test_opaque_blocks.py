@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.block_models import LoopedExperts, branching, looped
+from support.derived_models import small
 from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -26,6 +27,22 @@ def test_the_block_is_the_module_with_the_code() -> None:
     family = DerivedFamily(looped())
     assert [(number, block.path) for number, block in family.blocks()] == [(n, "mlp.block") for n in range(3)]
     assert [(number, block.path) for number, block in DerivedFamily(branching()).blocks()] == [(1, "mlp"), (2, "mlp")]
+
+
+@pytest.mark.parametrize(
+    ("name", "paths", "reason"),
+    [
+        ("GPTBigCodeForCausalLM", {"attn"}, "gives several values"),  # queries, and a key and value for all heads
+        ("FalconForCausalLM", {"self_attention"}, "makes a tensor of constants"),
+        pytest.param("MiniMaxForCausalLM", {"self_attn"}, "for rows of more than", marks=pytest.mark.slow),
+        pytest.param("Phi4MultimodalForCausalLM", set(), "", marks=pytest.mark.slow),  # torch traces stand-ins of it
+        pytest.param("HYV4ForCausalLM", set(), "", marks=pytest.mark.slow),  # streams, a norm that returns a scale
+    ],
+)
+def test_classes_of_transformers(name: str, paths: set[str], reason: str) -> None:
+    family = DerivedFamily(small(name, num_hidden_layers=2))
+    assert {block.path for _, block in family.blocks()} == paths
+    assert all(reason in block.reason for _, block in family.blocks())
 
 
 def test_only_the_block_is_opaque() -> None:
