@@ -143,8 +143,8 @@ class DerivedFamily(Family):
             try:
                 self.calls = LayerCalls(base, **self._call_options)
                 self._token_shape = self.token_shape(base)
-                keys = [self._key(number) for number in range(len(self.calls.calls))]
-                for number in map(keys.index, dict.fromkeys(keys)):
+                self._keys = [self._key(number) for number in range(len(self.calls.calls))]
+                for number in self._firsts:
                     self._following(number, functools.partial(self._try, number))
                 break
             except ComputesWithMask:
@@ -176,7 +176,7 @@ class DerivedFamily(Family):
         """Follows the code of each kind of layer for tensor-parallel ranks; blocks that are found there may ask for
         masks as tensors."""
         try:
-            for number in range(len(self.calls.calls)):
+            for number in self._firsts:
                 self._following(number, functools.partial(self._kind, number, tp.size, tp.rank))
         except ComputesWithMask:
             if self._call_options:
@@ -191,8 +191,7 @@ class DerivedFamily(Family):
     def _following(self, number: int, make: Callable[[], T]) -> T:
         """Returns what `make` returns. As long as some code of a layer is not followed, its submodule becomes a
         block."""
-        key = self._key(number)
-        blocks = self._blocks.setdefault(key, Blocks(self._layer(number)))
+        key, blocks = self._key(number), self._blocks_of(number)
         while True:
             try:
                 return make()
@@ -202,13 +201,20 @@ class DerivedFamily(Family):
             self._traces = {each: graph for each, graph in self._traces.items() if each[0] != key}
             self._kinds = {each: plan for each, plan in self._kinds.items() if each[0] != key}
 
+    def _blocks_of(self, number: int) -> Blocks:
+        return self._blocks.setdefault(self._key(number), Blocks(self._layer(number)))
+
     def _layer(self, number: int) -> nn.Module:
         return self.calls.decoder.layers[number]
 
+    @property
+    def _firsts(self) -> list[int]:
+        """The first layer of each kind."""
+        return [self._keys.index(key) for key in dict.fromkeys(self._keys)]
+
     def blocks(self) -> list[tuple[int, Block]]:
         """Returns the blocks of all layers, each with the number of its layer."""
-        numbers = range(len(self.calls.calls))
-        return [(number, block) for number in numbers for block in self._blocks[self._key(number)].found.values()]
+        return [(number, block) for number, key in enumerate(self._keys) for block in self._blocks[key].found.values()]
 
     def notices(self, model: Any, tp_size: int) -> list[str]:
         """Returns a line for each block: its layers, the reason, and the cost. `model` is full."""
@@ -422,7 +428,7 @@ class DerivedFamily(Family):
     def _trace_layer(self, number: int, inlined: frozenset[str]) -> ModuleTrace:
         layer, call = self._layer(number), self.calls.calls[number]
         opaque_calls, skeleton = OpaqueCalls(inlined), skeleton_of(layer).train()
-        enter = self._blocks[self._key(number)].replace(skeleton, opaque_calls)
+        enter = self._blocks_of(number).replace(skeleton, opaque_calls)
         recorded, are_tuples = opaque_calls.record(skeleton, self._routers_in(layer)), list[bool]()
 
         def run(module: Any, x: Tensor, given: Sequence[Tensor]) -> Any:
@@ -444,7 +450,7 @@ class DerivedFamily(Family):
         if graph.longest is not None and graph.longest < self._num_positions:
             # Which submodule has the code is not known: one after another becomes a block.
             reason = f"its code does something else for rows of more than {graph.longest} tokens"
-            raise Underivable(reason, self._blocks[self._key(number)].next_child())
+            raise Underivable(reason, self._blocks_of(number).next_child())
         return dataclasses.replace(graph, is_tuple=are_tuples[-1])
 
     def _trace_model(self, model: Any, inlined: frozenset[str]) -> ModuleTrace:
