@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.block_models import LoopedExperts, branching, looped
+from support.block_models import LoopedExperts, LoopedForCausalLM, branching, looped
 from support.derived_models import small
 from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from hf_helix.doctor.counting import Counter
 from hf_helix.models.derived.derived import DerivedFamily
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.lowering.blocks import works_by_token
@@ -143,3 +144,12 @@ def test_token_by_token(make: Any, is_by_token: bool) -> None:
     segment, inputs = plan.segment([node])
     layer = model.model.layers[1]
     assert works_by_token(segment, layer, [features_of(plan.trace, value) for value in inputs]) is is_by_token
+
+
+def test_the_doctor_refuses_to_count_a_block() -> None:
+    """On the meta device there are no values that its work depends on; its shapes are known there as well."""
+    with torch.device("meta"):
+        model = LoopedForCausalLM(looped().config)
+    assert len(DerivedFamily(model).blocks()) == 3
+    with pytest.raises(ValueError, match=r"layers\.0 has a block whose work depends on the values of a batch"):
+        Counter(model).kinds()
