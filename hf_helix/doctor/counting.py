@@ -124,6 +124,12 @@ def kinds_of(model: Any) -> Kinds:
     family = family_of(base)
     layers = list(family.layers(base))
     whole = declare(model, config, simulated_mesh({}), modes_of(layers, None, config)).rank_units
+    by_data = [unit.label for unit in whole.all_units.values() if unit.by_data]
+    if by_data:
+        raise ValueError(
+            f"{type(base).__name__}: {by_data[0]} has a block whose work depends on the values of a batch, and the "
+            "doctor counts without values; measure layouts instead: hf-helix profile, or a short run of each"
+        )
     keys = [
         (
             family.layer_key(base, index),

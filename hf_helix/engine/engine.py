@@ -90,6 +90,7 @@ class Engine:
         advice = Advice(self.base, mesh, options.autocast_dtype)
         trains = any(parameter.requires_grad for parameter in model.parameters())
         declared, tuner = self._declare(options, between_layers)
+        notices = self.family.notices(self.base, config.tp_size)
         trained = [parameter.requires_grad for parameter in model.parameters()]
 
         runner, divided = self._cut(declared, options, tuner)
@@ -106,6 +107,8 @@ class Engine:
         self.diagnostics = Diagnostics(cut, self.session, live)
         self._refuse_direct_use(calls, instead, has_parts)
         say(self._summary(trains))
+        for line in notices:
+            say(f"{type(self.base).__name__}: {line}")
         if config.float8_recipe:
             say(describe_float8(runner.rank_units.all_units.values(), config.float8_recipe, mesh.device))
 

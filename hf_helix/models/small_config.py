@@ -81,7 +81,6 @@ SMALL: dict[str, Values] = {
 FEW: dict[str, Values] = {
     "ernie4_5_moe": {"moe_layer_end_index": -1},
     "hrm_text": {"num_hidden_layers": 2, "num_layers_per_stack": None},
-    "longcat_flash": {"num_layers": 2, "num_hidden_layers": 4},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
 }
@@ -373,6 +372,8 @@ def small_config(config: PretrainedConfig, fewest_layers: int | None = FEWEST) -
     values.update(SMALL.get(config.model_type, {}))
     if fewest_layers is not None:
         values.update(FEW.get(config.model_type, {}))
+        if config.model_type == "longcat_flash":  # a layer has two of attention, which are counted
+            values.update(num_layers=fewest_layers, num_hidden_layers=2 * fewest_layers)
     _fit_inner_heads(values)
     _keep_keys_apart(values, given)
     rotary = values.get("head_dim") or HEAD_SIZE

@@ -70,6 +70,7 @@ class AutogradOperator(Computation):
         elementwise: whether an element of the only output depends on the same element of the only input, and on nothing
             else.
         plain_inputs: how many of its inputs, the last ones, have no gradient though they are no indices.
+        by_data: see `TensorOperator`.
     """
 
     def __init__(
@@ -84,8 +85,10 @@ class AutogradOperator(Computation):
         frees_inputs: bool = False,
         elementwise: bool = False,
         plain_inputs: int = 0,
+        by_data: bool = False,
     ) -> None:
         self._plain_inputs = plain_inputs
+        self.by_data = by_data
         self.elementwise = elementwise
         self.num_plain = num_plain
         self.function = function

@@ -257,6 +257,7 @@ class Parameter:
         adders: the operators that add to its gradient, in the order of a micro-batch's backward.
         is_above: whether it is above the decoder, so that only the caller's code reads it.
         is_read: whether the model's code reads it.
+        is_conditional: whether the data decide if it gets a gradient in a window.
         flat: the flat parameter with its shards; None if every replica steps the full slice.
         number: among the members of `flat`.
     """
@@ -271,6 +272,7 @@ class Parameter:
     adders: tuple[Adder, ...] = ()
     is_above: bool = False
     is_read: bool = True
+    is_conditional: bool = False
     flat: Flat | None = None
     number: int = 0
 

@@ -521,6 +521,8 @@ def reason_against_all_graphs(mesh: Mesh, runner: Runner, config: HelixConfig, e
             "the host must know how many rows go to which expert; with HelixConfig(expert_capacity_factor=...), such "
             "as 1.25, shapes do not depend on it"
         )
+    if blocks := [unit.label for unit in runner.rank_units.all_units.values() if unit.by_data]:
+        return f"a block of {blocks[0]} reads values on the host, and decides by them what it computes"
     settings = (os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     if config.cuda_graphs == AUTO and world_size() > 1 and "expandable_segments:True" in ",".join(settings):
         return (

@@ -14,8 +14,9 @@ import functools
 import hashlib
 import inspect
 import itertools
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,8 @@ from hf_helix.models.placement.value_placement import FREE, FULL, SHARD, NeedsIn
 from hf_helix.models.stock.alike import description
 from hf_helix.models.stock.batch_inputs import SequenceCut, form_of
 from hf_helix.models.stock.causal_lm import has_towers, layer_configs, text_part
-from hf_helix.models.trace.calls import LayerCall, LayerCalls
+from hf_helix.models.trace.blocks import Block, Blocks
+from hf_helix.models.trace.calls import LayerCalls
 from hf_helix.models.trace.opaque_calls import DTYPE, OPS, CallKind, OpaqueCalls, skeleton_of
 from hf_helix.models.trace.trace import (
     EXAMPLE_BATCH,
@@ -55,7 +57,12 @@ from hf_helix.models.trace.trace import (
     trace,
 )
 from hf_helix.operators.base import Tensors
+from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.units.unit import Unit
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 POSITIONS = {
     False: Given(TOKEN_POSITIONS, (1, EXAMPLE_LENGTH), torch.int64, (1,)),
@@ -101,28 +108,23 @@ class DerivedFamily(Family):
     def __init__(self, base: Any) -> None:
         self.model_class = type(base).__name__
         self.traced = {id(module): forward_of(module) for module in base.modules()}
-        width = getattr(base.config.get_text_config(), "hidden_size", None)
-        self._width = width if isinstance(width, int) else super().width(base)
+        self._width = getattr(base.config.get_text_config(), "hidden_size", None)
         self._num_positions = getattr(base.config.get_text_config(), "max_position_embeddings", None) or 0
         with refusing(base):
             if has_towers(base) and not has_stock_loss(base):
                 raise Underivable("it has a loss of its own above embeddings that its towers may change")
             self._traces: dict[tuple[str, frozenset[str]], ModuleTrace] = {}
             self._kinds: dict[tuple[str, int, int], SegmentPlan] = {}
+            self._blocks: dict[str, Blocks] = {}
             self._routers = {id(router.module): router.index for router in routers_of(base)}
-            self.calls = self._calls_of(base)
-            self._has_experts = bool(self._expert_counts())
             self._balance: Balance | None = None
+            self._call_options: dict[str, Any] = {}
             self._has_head = base.get_output_embeddings() is not None
             self._ends_at_decoder = not self._has_head
+            self._follow_layers(base)
+            self._has_blocks = bool(self.blocks())
+            self._has_experts = bool(self._expert_counts())
             self._ends: dict[tuple[bool, int, int], tuple[SegmentPlan, SegmentPlan]] = {}
-            masks = [mask for call in self.calls.calls for mask in call.masks]
-            by_positions = {mask.by_positions for mask in masks}
-            if len(by_positions) > 1:
-                raise Underivable("only some of its layers tell packed documents apart")
-            self.packs_by_positions = by_positions != {False}
-            self._windows = {mask.sliding_window for mask in masks}
-            self.is_recurrent = any(call.hides_padding for call in self.calls.calls)
             documents = dict.fromkeys(DOCUMENTS_OF_KERNELS, OF_DOCUMENTS) if self.is_recurrent else {}
             self.towers = Towers(base, self.calls) if has_towers(base) else None
             further = _further_inputs(base, [] if self.towers is None else self.towers.names)
@@ -134,23 +136,98 @@ class DerivedFamily(Family):
     def __reduce__(self) -> Any:
         return type(None), ()
 
-    def _calls_of(self, base: Any) -> LayerCalls:
-        """Returns the arguments of layers: with masks as tensors if the code of a layer computes with a mask, and with
-        a value that layers hand on."""
-        options: dict[str, Any] = {}
+    def _follow_layers(self, base: Any) -> None:
+        """Finds the arguments of layers: with masks as tensors if the code of a layer computes with a mask, and with a
+        value that layers hand on. The code of each kind of layer is followed to its end, for one rank."""
         while True:
             try:
-                self.calls = LayerCalls(base, **options)
-                for number in range(len(self.calls.calls)):
-                    self._traced(self._key(number), self._tracing(number))
-                return self.calls
+                self.calls = LayerCalls(base, **self._call_options)
+                self._token_shape = self.token_shape(base)
+                self._keys = [self._key(number) for number in range(len(self.calls.calls))]
+                for number in self._firsts:
+                    self._following(number, functools.partial(self._try, number))
+                break
             except ComputesWithMask:
-                if options:
+                if self._call_options:
                     raise
-                options["makes_masks"] = True
+                self._call_options["makes_masks"] = True
             except HandsOn as hands_on:
-                options["rest"] = (hands_on.given,)
+                self._call_options["rest"] = (hands_on.given,)
             self._traces.clear()
+            self._kinds.clear()
+        masks = [mask for call in self.calls.calls for mask in call.masks]
+        by_positions = {mask.by_positions for mask in masks}
+        if len(by_positions) > 1:
+            raise Underivable("only some of its layers tell packed documents apart")
+        self.packs_by_positions = by_positions != {False}
+        self._windows = {mask.sliding_window for mask in masks}
+        self.is_recurrent = any(call.hides_padding for call in self.calls.calls)
+
+    def _try(self, number: int) -> None:
+        """Declares a layer for one rank, of which nothing is kept."""
+        try:
+            self._declared(Builder("layer", f"layers.{number}", ParallelContext()), number, self._layer(number))
+        except Underivable:
+            raise
+        except Exception as error:  # of weights in 4 bits before they are opened, or said when the model is declared
+            logger.debug("layer %s is not declared", number, exc_info=error)
+
+    def _follow_cut(self, model: Any, tp: Axis) -> None:
+        """Follows the code of each kind of layer for tensor-parallel ranks; blocks that are found there may ask for
+        masks as tensors."""
+        try:
+            for number in self._firsts:
+                self._following(number, functools.partial(self._kind, number, tp.size, tp.rank))
+        except ComputesWithMask:
+            if self._call_options:
+                raise
+            self._call_options["makes_masks"] = True
+            for known in (self._traces, self._kinds, self._ends):
+                known.clear()
+            self._follow_layers(model)
+            self._follow_cut(model, tp)
+        self._has_blocks = bool(self.blocks())
+
+    def _following(self, number: int, make: Callable[[], T]) -> T:
+        """Returns what `make` returns. As long as some code of a layer is not followed, its submodule becomes a
+        block."""
+        key, blocks = self._key(number), self._blocks_of(number)
+        while True:
+            try:
+                return make()
+            except Underivable as error:
+                if not blocks.take(error):
+                    raise
+            self._traces = {each: graph for each, graph in self._traces.items() if each[0] != key}
+            self._kinds = {each: plan for each, plan in self._kinds.items() if each[0] != key}
+
+    def _blocks_of(self, number: int) -> Blocks:
+        return self._blocks.setdefault(self._key(number), Blocks(self._layer(number)))
+
+    def _layer(self, number: int) -> nn.Module:
+        return self.calls.decoder.layers[number]
+
+    @property
+    def _firsts(self) -> list[int]:
+        """The first layer of each kind."""
+        return [self._keys.index(key) for key in dict.fromkeys(self._keys)]
+
+    def blocks(self) -> list[tuple[int, Block]]:
+        """Returns the blocks of all layers, each with the number of its layer."""
+        return [(number, block) for number, key in enumerate(self._keys) for block in self._blocks[key].found.values()]
+
+    def notices(self, model: Any, tp_size: int) -> list[str]:
+        """Returns a line for each block: its layers, the reason, and the cost. `model` is full."""
+        layers: dict[Block, list[int]] = {}
+        for number, block in self.blocks():
+            layers.setdefault(block, []).append(number)
+        total = sum(parameter.numel() for parameter in model.parameters())
+        lines = []
+        for block, numbers in layers.items():
+            own = [p for number in numbers for p in self._layer(number).get_submodule(block.path).parameters()]
+            share = f"{sum(parameter.numel() for parameter in own) / total:.0%} of the parameters"
+            lines.append(block.line(f"{len(numbers)} of {len(self.calls.calls)} layers, {share}", tp_size))
+        return lines
 
     # -- units -----------------------------------------------------------------------------------------------------
 
@@ -165,10 +242,19 @@ class DerivedFamily(Family):
 
     def layer(self, b: Builder, layer: Any) -> Unit:
         number = next(index for index, other in enumerate(self.calls.decoder.layers) if other is layer)
+
+        def declare() -> Unit:
+            graph = self._kind(number, b.tp.size, b.tp.rank).trace
+            for name, parameter in layer.named_parameters():
+                if not graph.trains(name):
+                    parameter.requires_grad_(False)  # as in Transformers: without gradient and without a step
+            return self._declared(b.anew(), number, layer)
+
+        return declare() if b.cp.size > 1 else self._following(number, declare)
+
+    def _declared(self, b: Builder, number: int, layer: nn.Module) -> Unit:
         plan, balance = self._kind(number, b.tp.size, b.tp.rank), self._balance
         named = list(layer.named_parameters())
-        for parameter in (p for name, p in named if not plan.trace.trains(name)):
-            parameter.requires_grad_(False)  # as in Transformers: without gradient and without a step
         start = {plan.trace.hidden: b.input("x")}
         sums = None if balance is None else b.input(BALANCE)
         features = b.input(f"{FEATURES}.before") if self._has_features else None
@@ -200,6 +286,7 @@ class DerivedFamily(Family):
         layer_indices: Collection[int] | None = None,
     ) -> list[Unit]:
         with refusing(model):
+            self._follow_cut(model, sharing.tp)
             ends = loss_tweaks is not None and loss_tweaks.ends_at_decoder
             self._balance = None if ends else balance_of(model)
             self._ends_at_decoder = not self._has_head or ends
@@ -235,8 +322,11 @@ class DerivedFamily(Family):
         features = (FEATURES,) if self._has_features else ()
         return b.build(x, *self.balance_start(b, model), *features, *handed)
 
-    def width(self, model: Any) -> int:
-        return self._width  # projections may stand between the embedding and the layers, as in OPT-350M
+    def token_shape(self, model: Any) -> tuple[int, ...]:
+        # Projections may stand between the embedding and the layers, as in OPT-350M, or copies for several streams.
+        (width,) = (self._width,) if isinstance(self._width, int) else super().token_shape(model)
+        *streams, factor = self.calls.token_shape
+        return (*streams, width if factor == width else factor * width)  # a norm's weight makes one feature all
 
     def empty(
         self, model: Any, tp_size: int, ends_at_decoder: bool = False, dtype: torch.dtype | None = None
@@ -333,16 +423,18 @@ class DerivedFamily(Family):
         return self._traces[key, inlined]
 
     def _tracing(self, number: int) -> Callable[[frozenset[str]], ModuleTrace]:
-        return functools.partial(self._trace_layer, self.calls.decoder.layers[number], self.calls.calls[number])
+        return functools.partial(self._trace_layer, number)
 
-    def _trace_layer(self, layer: nn.Module, call: LayerCall, inlined: frozenset[str]) -> ModuleTrace:
+    def _trace_layer(self, number: int, inlined: frozenset[str]) -> ModuleTrace:
+        layer, call = self._layer(number), self.calls.calls[number]
         opaque_calls, skeleton = OpaqueCalls(inlined), skeleton_of(layer).train()
-        opaque_calls.replace(skeleton)
+        enter = self._blocks_of(number).replace(skeleton, opaque_calls)
         recorded, are_tuples = opaque_calls.record(skeleton, self._routers_in(layer)), list[bool]()
 
         def run(module: Any, x: Tensor, given: Sequence[Tensor]) -> Any:
             args, kwargs = call.fill(dict(zip((g.name for g in call.given), given, strict=True)))
             recorded.clear()
+            enter(x)
             result = module(x, *args, **kwargs)
             are_tuples.append(isinstance(result, tuple))
             rest, logits = self.calls.decoder.rest, [x for x in recorded if isinstance(x, Tensor)]
@@ -353,10 +445,12 @@ class DerivedFamily(Family):
                 raise Underivable("its layers hand a second value from one to the next, which is not built")
             return (result[0] if isinstance(result, tuple) else result, handed, *logits)
 
-        hidden = torch.empty((EXAMPLE_BATCH, EXAMPLE_LENGTH, self._width), dtype=DTYPE, device="meta")
+        hidden = torch.empty((EXAMPLE_BATCH, EXAMPLE_LENGTH, *self._token_shape), dtype=DTYPE, device="meta")
         graph = trace(skeleton, opaque_calls, hidden, call.given, run)
         if graph.longest is not None and graph.longest < self._num_positions:
-            raise Underivable(f"its code does something else for rows of more than {graph.longest} tokens")
+            # Which submodule has the code is not known: one after another becomes a block.
+            reason = f"its code does something else for rows of more than {graph.longest} tokens"
+            raise Underivable(reason, self._blocks_of(number).next_child())
         return dataclasses.replace(graph, is_tuple=are_tuples[-1])
 
     def _trace_model(self, model: Any, inlined: frozenset[str]) -> ModuleTrace:
@@ -415,6 +509,12 @@ class DerivedFamily(Family):
 
     def check_experts(self, model: Any, sharing: ParallelContext) -> None:
         counts = self._expert_counts()
+        if not counts and self._has_blocks and (sharing.ep_size > 1 or sharing.capacity_factor):
+            raise ValueError(
+                f"ep_size={sharing.ep_size} with expert_capacity_factor={sharing.capacity_factor} is for fused "
+                f"experts, and those of {type(model).__name__} run as they are, in a block that every rank has whole; "
+                "use ep_size=1 and expert_capacity_factor=None"
+            )
         if not counts:
             super().check_experts(model, sharing)
         for count in counts:
@@ -426,7 +526,10 @@ class DerivedFamily(Family):
         return [(path, self._routers[id(module)]) for path, module in named if id(module) in self._routers]
 
     def _expert_counts(self) -> set[int]:
+        as_is = [self._layer(number).get_submodule(block.path) for number, block in self.blocks()]
+        inside = {id(module) for block in as_is for module in block.modules()}
         modules = [m for layer in self.calls.decoder.layers for m in layer.modules() if is_experts(m)]
+        modules = [module for module in modules if id(module) not in inside]
         return {len(m.get_parameter("down_proj")) for m in modules}
 
     # -- side inputs -----------------------------------------------------------------------------------------------
@@ -460,9 +563,11 @@ class DerivedFamily(Family):
         return {**side, **expert_side_inputs(batch, cut), **balance}
 
     def loss_adds_up(self, model: Any) -> bool:
-        # Attention that is not causal sees later tokens in batches without padding, so a row may depend on the others.
+        # Attention that is not causal sees later tokens in batches without padding, so a row may depend on the others;
+        # a block may do so in any way.
         modules = (module for layer in self.calls.decoder.layers for module in layer.modules())
-        return super().loss_adds_up(model) and all(getattr(module, "is_causal", True) for module in modules)
+        is_causal = all(getattr(module, "is_causal", True) for module in modules)
+        return super().loss_adds_up(model) and is_causal and not self._has_blocks
 
     def count_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         counted = None if ids.is_meta or self.calls.count is None else self.calls.count(ids, mask)

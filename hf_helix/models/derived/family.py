@@ -210,6 +210,10 @@ class Family(ABC):
         """Returns a text of code, options and sizes; layers with equal texts are declared alike."""
         return description(self.layers(model)[index])
 
+    def notices(self, model: Any, tp_size: int) -> list[str]:
+        """Returns lines for the start of a run: parts of a full model that run in a way with a cost."""
+        return []
+
     def loss_adds_up(self, model: Any) -> bool:
         """Returns whether the loss of a batch is the sum of the losses of its rows."""
         return self.balance(model) is None
@@ -235,10 +239,9 @@ class Family(ABC):
         """Returns the rows of the table of positions; None if every position has an embedding."""
         return None
 
-    def width(self, model: Any) -> int:
-        """Returns the number of features that a layer hands on for each token."""
-        width: int = model.get_input_embeddings().weight.shape[1]
-        return width
+    def token_shape(self, model: Any) -> tuple[int, ...]:
+        """Returns the shape of what a layer hands on for each token: its features, perhaps in several streams."""
+        return (model.get_input_embeddings().weight.shape[1],)
 
     def empty(
         self, model: Any, tp_size: int, ends_at_decoder: bool = False, dtype: torch.dtype | None = None
@@ -252,12 +255,12 @@ class Family(ABC):
             ends_at_decoder: whether the caller computes the loss, so that layers pass no sums on.
             dtype: of the outputs; None for the type of the embedding.
         """
-        hidden, dtype = self.width(model), dtype or model.get_input_embeddings().weight.dtype
+        shape, dtype = self.token_shape(model), dtype or model.get_input_embeddings().weight.dtype
         balance = None if ends_at_decoder else self.balance(model)
 
         def make(side: Mapping[str, Any]) -> Tensors:
             ids = side["ids"]
-            x = torch.empty(ids.shape[0] // tp_size, ids.shape[1], hidden, dtype=dtype, device=ids.device)
+            x = torch.empty(ids.shape[0] // tp_size, ids.shape[1], *shape, dtype=dtype, device=ids.device)
             return (x,) if balance is None else (x, balance.empty(ids.device))
 
         return make

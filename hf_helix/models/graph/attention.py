@@ -319,36 +319,37 @@ def _shared_attention(
     values [2, batch, key-value heads, tokens of this rank, head_dim], shorter values are filled up with zeros.
     `sinks` is one more logit for each of this rank's heads. Returns [tokens of this rank, batch, heads * length of
     values]."""
-    outputs = ("attention.out", "attention.lse")
+    name = b.unused("attention", "join")  # a layer may attend twice
+    outputs = (f"{name}.out", f"{name}.lse")
     size, scale, window = b.cp.size, attention.options["scaling"], attention.sliding_window
     value: tuple[str, ...] = ()
     if b.sharing.cp_method == RING:  # attention to the keys of one rank, while the next keys travel round the ring
         for distance in range(size):
             here = kv
             if distance + 1 < size:
-                kv = _move_keys(b, f"attention.ring{distance + 1}", RingStep(b.cp), kv, TRANSFER)
+                kv = _move_keys(b, f"{name}.ring{distance + 1}", RingStep(b.cp), kv, TRANSFER)
             value = b.declare(
-                f"attention.block{distance}",
+                f"{name}.block{distance}",
                 RingBlock(kernel, b.cp, distance, scale, window),
                 (q, here, *value),
-                (f"attention.part{distance}",),
+                (f"{name}.part{distance}",),
                 saved_for_backward=(q, here, *outputs),
                 relative_cost=ATTENTION / size,
             )
     else:  # attention to the gathered keys of all ranks
-        kv = _move_keys(b, "attention.gather", AllGather(b.cp), kv, TRANSFER * (size - 1))
+        kv = _move_keys(b, f"{name}.gather", AllGather(b.cp), kv, TRANSFER * (size - 1))
         value = b.declare(
-            "attention.blocks",
+            f"{name}.blocks",
             GatheredBlocks(kernel, b.cp, scale, window),
             (q, kv),
-            ("attention.whole",),
+            (f"{name}.whole",),
             saved_for_backward=(q, kv, *outputs),
             relative_cost=ATTENTION,
         )
     b.record_cut([sinks], CUT_DIM_0)
     join = JoinBlocks(value_dtype(attention.module), attention.value_dim, sinks)
     saved = () if sinks is None else outputs
-    return b.declare("attention.join", join, value, outputs, saved_for_backward=saved)[0]
+    return b.declare(f"{name}.join", join, value, outputs, saved_for_backward=saved)[0]
 
 
 def _move_keys(b: Builder, name: str, tensor_operator: RingStep | AllGather, kv: str, cost: float) -> str:

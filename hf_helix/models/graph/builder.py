@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, count
 from typing import Any
 
 from torch import Tensor, nn
@@ -86,6 +87,15 @@ class Builder:
         self._plain_inputs: list[str] = []
         self._above: set[nn.Parameter] = set()
         self._unread: set[nn.Parameter] = set()
+
+    def anew(self) -> Builder:
+        """Returns a builder of the same unit, without operators."""
+        return Builder(self.name, self.label, self.sharing, repeats=self.repeats, loss_tweaks=self.loss_tweaks)
+
+    def unused(self, name: str, last: str) -> str:
+        """Returns a first part of the names of operators, of which `last` is one: `name`, or `name.2` and so on."""
+        numbered = (f"{name}.{number}" for number in count(2))
+        return next(each for each in chain([name], numbered) if f"{each}.{last}" not in self._tensor_operators)
 
     def input(self, name: str, is_plain: bool = False) -> str:
         """Adds an input of the unit; a plain one has no gradient."""
@@ -264,6 +274,7 @@ class Builder:
         relative_cost: float = LIGHT,
         frees_inputs: bool = False,
         elementwise: bool = False,
+        by_data: bool = False,
     ) -> tuple[str, ...]:
         """Adds a submodule, or any function, under autograd. Selective recompute runs it again.
 
@@ -284,14 +295,13 @@ class Builder:
             explicit: runs in place of the function, unless the function is compiled.
             relative_cost: a rough time relative to other operators.
             frees_inputs: see `AutogradOperator`.
-            elementwise: see `AutogradOperator`.
+            elementwise, by_data: see `AutogradOperator`.
         """
         parameters = self._parameters(function, uses, cut, on_shard)
         runs = self.compiled(function) if compiles and not draws else function
         plain, kept = tuple(non_differentiable), explicit if runs is function else None
-        operator = AutogradOperator(
-            runs, parameters, side, draws, len(plain), kept, frees_inputs=frees_inputs, elementwise=elementwise
-        )
+        traits = {"frees_inputs": frees_inputs, "elementwise": elementwise, "by_data": by_data}
+        operator = AutogradOperator(runs, parameters, side, draws, len(plain), kept, **traits)
         fields: dict[str, Any] = {"non_differentiable": plain, "recompute_when_selective": True}
         return self.declare(name, operator, inputs, (*outputs, *plain), relative_cost=relative_cost, **fields)
 

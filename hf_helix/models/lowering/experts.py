@@ -97,8 +97,10 @@ class ValueNames:
             return (
                 LocalPositionsSegment(bound, self.b.tp.rank, self.b.tp.size) if segment.side else bound
             ), segment.side
-        if len(outputs) > 1 or any(self.trace.shape(value)[:2] != (BATCH, SEQUENCE) for value in (*inputs, *outputs)):
-            raise Underivable("rows of tokens meet what belongs to positions")
+        flat = [value for value in (*inputs, *outputs) if self.trace.shape(value)[:2] != (BATCH, SEQUENCE)]
+        if len(outputs) > 1 or flat:
+            path = self.trace.path(flat[0]) if flat else None
+            raise Underivable("rows of tokens meet what belongs to positions", path)
         return BatchFirstSegment(bound), (*side, "length")
 
     def _used_by(self, segment: SegmentFunction) -> dict[str, Any]:
@@ -191,4 +193,8 @@ class Experts(ValueNames):
             raise Underivable("its experts take tokens that are not flat")
         h, weighed, which = (self.value(value, SHARD) for value in (tokens, weights, chosen))
         module, meter = self.module.get_submodule(opaque.path), self.meters.get(chosen)
-        self._set(node, declare_experts(self.b, h, weighed, which, module, meter, name=self._name(node)))
+        try:
+            result = declare_experts(self.b, h, weighed, which, module, meter, name=self._name(node))
+        except ValueError as error:  # of a form that is not built
+            raise Underivable(str(error)) from error
+        self._set(node, result)

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from hf_helix.models.graph.attention import Attention, WithGroups, declare_attention
 from hf_helix.models.graph.context import ATTENTION, LIGHT
+from hf_helix.models.lowering.blocks import BlockCalls
 from hf_helix.models.lowering.experts import Experts
 from hf_helix.models.lowering.mixers import Mixers
 from hf_helix.models.lowering.segment_plan import DropoutIn
@@ -23,7 +24,7 @@ from hf_helix.models.trace.trace import Underivable, args_of
 from hf_helix.operators.explicit import GatedSilu
 
 
-class Lowering(Experts, Mixers):
+class Lowering(Experts, Mixers, BlockCalls):
     """Declares the operators of one module. Opaque calls are declared by the methods with the names of their kinds."""
 
     def run(self, where: str = SHARD) -> str:
@@ -32,7 +33,8 @@ class Lowering(Experts, Mixers):
         for node in self.trace.nodes:
             is_mine = node in plan.values and node not in plan.start and node in plan.needed
             if is_mine and not self._is_there(node):
-                self._declare(node)
+                with self.trace.following(node):
+                    self._declare(node)
         return self.value(plan.target, where)
 
     def _declare(self, node: Node) -> None:

@@ -133,12 +133,8 @@ class SegmentWriter:
             if self.first is None and node.meta["val"].is_floating_point():
                 self.first = self.made[node]
         for node in nodes:
-            if node in self.trace.constants:
-                self.made[node] = self._constant(self.trace.constants[node])
-            elif node in opaque_calls:
-                self.made[node] = self._call(node, called)
-            elif node not in self.made:
-                self.made[node] = self._copy(node)
+            with self.trace.following(node):
+                self._write(node, called)
         results = [self._leave(node) for node in outputs]
         self.graph.output(results[0] if len(results) == 1 else tuple(results))
         module = GraphModule(nn.Module(), self.graph)
@@ -156,12 +152,24 @@ class SegmentWriter:
         )
         return SegmentFunction(module.forward, tuple(names), tuple(modules), side, gate, mixes, drops, elementwise)
 
+    def _write(self, node: Node, modules: Mapping[str, Node]) -> None:
+        if node in self.trace.constants:
+            self.made[node] = self._constant(self.trace.constants[node])
+        elif self.trace.kind_of(node) is not None:
+            self.made[node] = self._call(node, modules)
+        elif node not in self.made:
+            self.made[node] = self._copy(node)
+
     def _call(self, node: Node, modules: Mapping[str, Node]) -> Node:
         """Writes an opaque call, of one of the submodules by their paths or of a function."""
         kind, args = self.trace.kind_of(node), args_of(node)
         if kind is CallKind.MIXER:
             function = self.trace.call_of(node).details["call"].function()
             return self.graph.call_function(function, tuple(self._value(value) for value in args[0]))
+        if kind is CallKind.BLOCK:
+            run = self.trace.call_of(node).details["call"].run
+            tensors = (self._value(value) for value in args[0])
+            return self.graph.call_function(run, (modules[self.trace.path_of(node)], *tensors))
         module, x = modules[self.trace.path_of(node)], self._value(args[0])
         if kind is CallKind.GATED_NORM:
             return self.graph.call_function(_gated, (module, x, self._value(args[1])))

@@ -171,28 +171,31 @@ class SegmentPlan:
                 continue
             if self.placement(node).where == FREE:
                 continue
-            users = [user for user in node.users if user in self.needed]
-            must = node in (self.target, self.handed) or any(self._must_be_value(node, user) for user in users)
-            groups: set[Node] = set()
-            for user in users:
-                groups |= {self.routed.get(user, user)} if user in self.values else self.groups.get(user, set())
-            if must or (len(groups) > 1 and self._is_worth_keeping(node)):
-                if not is_tensor(node):
-                    raise Underivable(f"{node.target} in {self.trace.path(node) or 'the layer'} gives several values")
-                if not is_canonical(self.trace, node):
-                    raise Underivable(
-                        f"{node.target} in {self.trace.path(node) or 'the layer'} hands on a value that is not laid "
-                        "out by tokens"
-                    )
-                self.values.add(node)
-            self.groups[node] = {self.routed.get(node, node)} if node in self.values else groups
+            with self.trace.following(node):
+                self._choose_value(node)
+
+    def _choose_value(self, node: Node) -> None:
+        users = [user for user in node.users if user in self.needed]
+        must = node in (self.target, self.handed) or any(self._must_be_value(node, user) for user in users)
+        groups: set[Node] = set()
+        for user in users:
+            groups |= {self.routed.get(user, user)} if user in self.values else self.groups.get(user, set())
+        if must or (len(groups) > 1 and self._is_worth_keeping(node)):
+            where = self.trace.path(node) or "the layer"
+            if not is_tensor(node):
+                raise Underivable(f"{node.target} in {where} gives several values")
+            if not is_canonical(self.trace, node):
+                raise Underivable(f"{node.target} in {where} hands on a value that is not laid out by tokens")
+            self.values.add(node)
+        self.groups[node] = {self.routed.get(node, node)} if node in self.values else groups
 
     def _must_be_value(self, node: Node, user: Node) -> bool:
         kind = self.trace.kind_of(user)
         if user in self.folded or node in self.placements.decisions.gathered or self.placement(node).is_summand:
             return True
         if user in self.values:
-            return self.is_residual(user) if kind is None else kind not in (CallKind.ATTENTION, CallKind.MIXER)
+            takes_any = kind in (CallKind.ATTENTION, CallKind.MIXER, CallKind.BLOCK)
+            return self.is_residual(user) if kind is None else not takes_any
         if user not in self.placements.values:
             return False
         return self.placement(user).where not in (FREE, self.placement(node).where)

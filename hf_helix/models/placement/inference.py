@@ -71,7 +71,8 @@ def _run_round(p: Placements) -> None:
         if has_value(node):
             kind = trace.kind_of(node)
             rule = rule_of(node) if kind is None else _OPAQUE_RULES[kind]
-            p.values[node] = rule(p, node)
+            with trace.following(node):
+                p.values[node] = rule(p, node)
             if node in p.decisions.gathered:
                 p.shares[node] = p.values[node]
                 p.values[node] = ValuePlacement(FULL, origins=p.values[node].origins)
@@ -201,6 +202,20 @@ def _experts(p: Placements, node: Node) -> ValuePlacement:
     return ValuePlacement(SHARD)
 
 
+def _block(p: Placements, node: Node) -> ValuePlacement:
+    """Places the result of a block, which runs on the full sequence and is equal on every rank, with all of its
+    parameters: whatever it does, a rank's gradient is then the part of its own tokens."""
+    operands, path = args_of(node)[0], p.trace.path_of(node)
+    is_read = node is p.trace.result or bool(node.users)
+    is_free = all(p.of(value).where == FREE for value in operands)
+    if is_free or (is_read and not is_canonical(p.trace, node)):
+        raise Underivable(f"{path or 'the layer'} takes or returns values that are not laid out by tokens", path)
+    for value in operands:
+        if p.of(value).dim is not None:
+            p.demote(p.of(value).origins, node)
+    return ValuePlacement(FULL, origins=p.origins_of(operands))
+
+
 def _layer(p: Placements, node: Node) -> ValuePlacement:
     given = p.of(args_of(node)[0])
     if given.dim is not None:
@@ -281,4 +296,5 @@ _OPAQUE_RULES: dict[CallKind, Rule] = {
     CallKind.GATED_NORM: _gated_norm,
     CallKind.HIDE: like_operand,
     CallKind.TOWERS: _layer,
+    CallKind.BLOCK: _block,
 }

@@ -35,7 +35,7 @@ INSTEAD = {
     r"the unsplit model does not train": "hf-helix check FOLDER with a real configuration: the sizes of the small one "
     "may be at fault",
     r"^cp_size=": "tp_size or pp_size, with cp_size=1; for long rows tp_size with recompute='full'",
-    r"^ep_size is given": "ep_size=1: the class has no experts on the layers that are cut",
+    r"^ep_size": "ep_size=1: the class has no experts on the layers that are cut",
     r"the experts .* cannot be spread": "tp_size or pp_size, with ep_size=1",
     r"train its text part by itself": "the text part as a causal language model, as the message says",
     r"code that would never run": "the class without the replaced method, or the stock Trainer",

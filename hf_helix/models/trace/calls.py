@@ -32,6 +32,9 @@ _MASKS = {
 }
 """The window of each mask function of Transformers."""
 
+RECURRENT_MASK = "create_recurrent_attention_mask"
+"""The function of Transformers that makes the mask of padding for recurrent layers, or None."""
+
 
 LAYER_CLASS = GradientCheckpointingLayer
 """The base class of Transformers' decoder layers."""
@@ -127,6 +130,8 @@ class Decoder:
         if len(candidates) > 1 and hasattr(base, "get_decoder"):  # towers of images and sound also have layers
             text = {id(module) for module in base.get_decoder().modules()}
             candidates = [each for each in candidates if id(each[0]) in text]
+        if len(candidates) > 1 and hasattr(base, "get_decoder"):  # or lie between embeddings and decoder layers
+            candidates = [each for each in candidates if each[0] is base.get_decoder()] or candidates
         if len(candidates) != 1:
             raise Underivable(f"it has {len(candidates) or 'no'} lists of decoder layers, and one is needed")
         ((self.holder, self._name, self.layers),) = candidates
@@ -212,7 +217,11 @@ def _making(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def make(*args: Any, **kwargs: Any) -> Any:
         if getattr(kwargs.get("position_ids"), "is_meta", False):
             kwargs["position_ids"] = None
-        return function(*args, **{**kwargs, **dict.fromkeys(skips, False)})
+        made = function(*args, **{**kwargs, **dict.fromkeys(skips, False)})
+        if made is None and name == RECURRENT_MASK:  # as for rows without padding
+            embeddings = inspect.signature(function).bind(*args, **kwargs).arguments["inputs_embeds"]
+            return embeddings.new_ones(embeddings.shape[:2], dtype=torch.long)
+        return made
 
     return make
 
@@ -235,7 +244,7 @@ def _naming(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def make(config: Any = None, *args: Any, **kwargs: Any) -> Any:
         extra = [key for key in ("or_mask_function", "and_mask_function") if kwargs.get(key) is not None]
         by_positions = kwargs.get("position_ids") is not None
-        if name == "create_recurrent_attention_mask" and not extra:
+        if name == RECURRENT_MASK and not extra:
             return PaddingMask()
         if name == "create_masks_for_generate" and not extra:  # text has no blocks of images in it
             return _masks_by_kind(config.get_text_config(), by_positions)
@@ -335,6 +344,7 @@ class LayerCalls:
         num_positions: how many positions have a row in the tables of positions; None without tables.
         has_rows: whether the embedding needs the positions of every row of a batch: the code reads other tables
             besides, or computes with positions.
+        token_shape: of what enters the layers for each token, from embeddings of one feature.
         count: from the ids and the mask of a batch to the positions that the decoder counts by them; None for plain
             positions. Read once the model has weights.
     """
@@ -350,6 +360,11 @@ class LayerCalls:
         if width := getattr(base.config.get_text_config(), "hidden_size_per_layer_input", None):
             raise Underivable(
                 f"hidden_size_per_layer_input={width} gives every layer embeddings of its own, which is not built"
+            )
+        if any("input_ids" in inspect.signature(stock_forward(each)).parameters for each in self.decoder.layers):
+            raise Underivable(
+                "its decoder hands the ids of tokens to every layer, which is not built: units of layers would take "
+                "them as a side input"
             )
         self._makes_masks = makes_masks  # then code also computes with positions, and each row has its own
         self._table = base.get_input_embeddings()
@@ -433,6 +448,7 @@ class LayerCalls:
             if shapes and hidden.shape == shapes[-1][1:]:
                 raise _TakesFirst("its decoder takes the first row of what a layer returns")
             shapes.append(hidden.shape)
+            self.token_shape = tuple(hidden.shape[2:])
             calls[number] = args, kwargs
             if wanted <= calls.keys():
                 raise Enough

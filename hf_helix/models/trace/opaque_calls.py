@@ -10,9 +10,11 @@ is known; all other code is traced through.
 import contextlib
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from types import FrameType
 from typing import Any
 
 import torch
@@ -47,6 +49,7 @@ class CallKind(Enum):
     GATED_NORM = "gated_norm"
     HIDE = "hide"
     TOWERS = "towers"
+    BLOCK = "block"
 
 
 DOCUMENTS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -93,7 +96,7 @@ class OpaqueCall:
     Attributes:
         path: the name of the module in the traced module.
         details: for attention, the arguments of the attention interface; for dropout, the probability; for a mixer, the
-            `MixerCall`.
+            `MixerCall`; for a block, the `BlockCall`.
     """
 
     kind: CallKind
@@ -120,6 +123,9 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
         tensors[like].shape
     ),
     "gated_norm(Tensor x, Tensor gate, int number) -> Tensor": lambda x, *_: torch.empty_like(x),
+    "block(Tensor[] tensors, SymInt[] sizes, ScalarType dtype, int number) -> Tensor": (
+        lambda tensors, sizes, dtype, _: tensors[0].new_empty(sizes, dtype=dtype)
+    ),
 }
 """The schemas of the custom operators, each with a function that gives the shapes of its result."""
 
@@ -137,19 +143,29 @@ OPAQUE_OPS: dict[Any, int] = {
     OPS.lookup.default: 1,
     OPS.mixer.default: 2,
     OPS.gated_norm.default: 2,
+    OPS.block.default: 3,
 }
 """The custom operators, each with the index of the argument for the number of the call; tensors stand before it."""
 
 
-def skeleton_of(module: nn.Module) -> Any:
-    """Returns a copy of a module on the meta device: code and options, without memory for weights."""
+def _on_meta(tensor: Tensor, is_buffer: bool) -> Tensor:
+    """Returns a tensor without memory in place of a parameter or buffer."""
+    dtype = tensor.dtype if is_buffer and not tensor.is_floating_point() else DTYPE
+    return torch.empty(tensor.shape, device="meta", dtype=dtype)
+
+
+def skeleton_of(module: nn.Module, make: Callable[[Tensor, bool], Tensor] = _on_meta) -> Any:
+    """Returns a copy of a module: code and options, without memory for weights.
+
+    Args:
+        module: the module.
+        make: returns the value of a parameter, or of a buffer (True); by default on the meta device.
+    """
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
-        value = torch.empty(parameter.shape, device="meta", dtype=DTYPE)
-        memo[id(parameter)] = nn.Parameter(value, requires_grad=False)
+        memo[id(parameter)] = nn.Parameter(make(parameter, False), requires_grad=False)
     for buffer in module.buffers():
-        dtype = DTYPE if buffer.is_floating_point() else buffer.dtype
-        memo[id(buffer)] = torch.empty(buffer.shape, device="meta", dtype=dtype)
+        memo[id(buffer)] = make(buffer, True)
     skeleton = copy_module(module, memo)
     part: Any
     for part in skeleton.modules():
@@ -225,7 +241,7 @@ class OpaqueCalls:
         elif is_gated_norm(module):
             if path not in self._inlined:
                 module.forward = self._gating(module.forward, path)
-        elif is_norm(module) and path not in self._inlined:
+        elif is_norm(module) and path not in self._inlined and _keeps_shape(module):
             number = self.add(CallKind.NORM, path)
             module.forward = lambda x: OPS.unary(x, number)
         elif isinstance(module, nn.Dropout):
@@ -308,15 +324,34 @@ class OpaqueCalls:
         finally:
             interface.get_interface = plain_interface
 
+    def path_of_error(self, error: BaseException | None) -> str | None:
+        """Returns the path of the innermost module whose code raised an error; None for an error of other code."""
+        path = None
+        while error is not None:
+            for frame, _ in traceback.walk_tb(error.__traceback__):
+                here = self._path_of_owner(frame)
+                path = path if here is None else here
+            if path is not None:
+                break
+            error = error.__cause__ or error.__context__
+        return path
+
     def path_of_frame(self) -> str:
         """Returns the path of the module whose code is running; the module decides whether dropout is active."""
         frame = inspect.currentframe()
         while frame is not None:
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, nn.Module) and id(owner) in self._paths:
-                return self._paths[id(owner)]
+            path = self._path_of_owner(frame)
+            if path is not None:
+                return path
             frame = frame.f_back
         return ""
+
+    def _path_of_owner(self, frame: FrameType) -> str | None:
+        """Returns the path of the module whose method a frame runs; None for other code. If a model has a module in two
+        places, torch traces through stand-ins of its modules."""
+        owner: Any = frame.f_locals.get("self")
+        owner = owner.get_base() if hasattr(type(owner), "get_base") else owner
+        return self._paths.get(id(owner)) if isinstance(owner, nn.Module) else None
 
 
 def _calling(module: nn.Module) -> Callable[..., Any]:
@@ -393,6 +428,17 @@ def is_norm(module: Any) -> bool:
         return False  # torch's norms of several dimensions, of channels, or of a batch
     required = [p for p in inspect.signature(module.forward).parameters.values() if p.default is p.empty]
     return len(required) == 1 and all(p.dim() == 1 for p in module.parameters())
+
+
+def _keeps_shape(norm: Any) -> bool:
+    """Returns whether a norm of a skeleton returns the normalised values, and not only their scale."""
+    width = next((parameter.shape[0] for parameter in norm.parameters()), 8)
+    value = torch.empty(1, 1, width, dtype=DTYPE, device="meta")
+    try:
+        with torch.no_grad():
+            return bool(norm(value).shape == value.shape)
+    except (RuntimeError, NotImplementedError):  # of code that does not run on the meta device
+        return True
 
 
 def is_gated_norm(module: Any) -> bool:

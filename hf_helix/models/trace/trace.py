@@ -250,7 +250,16 @@ EXAMPLE_BATCH, EXAMPLE_LENGTH = 2, 6
 
 
 class Underivable(ValueError):
-    """Refuses to derive a model; the text is the reason."""
+    """Refuses to derive a model; the text is the reason.
+
+    Attributes:
+        path: the submodule of a layer whose code is not followed, and which may run as it is (`trace.blocks`); None if
+            that is no remedy.
+    """
+
+    def __init__(self, reason: str, path: str | None = None) -> None:
+        super().__init__(reason)
+        self.path = path
 
 
 class HandsOn(Underivable):
@@ -351,7 +360,8 @@ class ModuleTrace:
         # A call of attention has the path of the calling module.
         called = [self.path_of(node) for node in nodes if self.kind_of(node) not in (None, CallKind.ATTENTION)]
         own = (self.attributes[node] for node in nodes if node in self.attributes)
-        return name in own or any(name.startswith(f"{path}.") for path in called if path)
+        is_block = any(self.kind_of(node) is CallKind.BLOCK and not self.path_of(node) for node in nodes)  # the layer
+        return is_block or name in own or any(name.startswith(f"{path}.") for path in called if path)
 
     @functools.cached_property
     def _differentiable(self) -> Collection[Node]:
@@ -390,6 +400,17 @@ class ModuleTrace:
     def path(self, node: Node) -> str:
         """Returns the path of the module whose code makes a call."""
         return _path_of(node)
+
+    @contextlib.contextmanager
+    def following(self, node: Node) -> Iterator[None]:
+        """Returns the context in which refusals name the module whose code makes a call, or reads a constant, unless
+        they name another."""
+        try:
+            yield
+        except Underivable as refusal:
+            called = next(iter(node.users), node) if node.op == "placeholder" else node
+            refusal.path = self.path(called) if refusal.path is None else refusal.path
+            raise
 
 
 def _path_of(node: Node) -> str:
@@ -475,7 +496,9 @@ def trace(
     except Underivable:
         raise
     except Exception as error:
-        raise refusal_of("torch.export cannot trace it", error) from error
+        refusal = refusal_of("torch.export cannot trace it", error)
+        refusal.path = opaque_calls.path_of_error(error)
+        raise refusal from error
     return _trace_of(program, opaque_calls, given, adapted_names(skeleton))
 
 
@@ -511,7 +534,8 @@ def _trace_of(
     nodes = list(program.graph.nodes)
     for node in partial_writes(program.graph):
         where = _path_of(node) or "the layer"
-        raise Underivable(f"{node.target} in {where} writes over a part of a tensor, which is not built")
+        reason = f"{node.target} in {where} writes over a part of a tensor, which is not built"
+        raise Underivable(reason, _path_of(node))
     for node in nodes:
         if _draws(node) and node.users:  # evaluation would draw as well, and recomputation anew
             raise Underivable(

@@ -40,6 +40,8 @@ def parameter_rows(
         for parameter in unit.placements:
             holders.setdefault(parameter, []).append(index)
     above = {parameter for unit in units.values() for parameter in unit.above}
+    by_data = [each for unit in units.values() for each in unit.operators.values() if each.by_data]
+    conditional = {parameter for operator in by_data for parameter in operator.parameters}
     rows: Rows = {}
     for index, unit in units.items():
         for parameter, cut in unit.placements.items():
@@ -59,6 +61,7 @@ def parameter_rows(
                 adders=tuple(adders[parameter]),
                 is_above=parameter in above,
                 is_read=parameter not in unit.unread,
+                is_conditional=parameter in conditional,
                 flat=flat,
                 number=number,
             )

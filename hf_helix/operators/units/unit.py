@@ -63,6 +63,11 @@ class Unit:
     def name(self) -> str:
         return self.graphs.forward.name
 
+    @property
+    def by_data(self) -> bool:
+        """Whether the values of a batch decide what runs, see `TensorOperator`."""
+        return any(operator.by_data for operator in self.operators.values())
+
     def recomputed(self, mode: str, suffix: str = "", on_host: Communication | None = None) -> Unit:
         """Returns the unit that keeps less for backward, and recomputes the rest, see
         `hf_helix.planning.timing.recompute`.

@@ -6,13 +6,15 @@ Out:  without ZeRO complete gradients on every rank. With ZeRO `shard.grad`, the
       for this rank's part of every parameter, and no gradient on the parameters; on the host if the shard is there. One
       norm, equal on every rank.
 Must hold: sums run in float32 at least, in the same order on every rank and every time. A parameter without a gradient
-on this rank has none on the others, and its shards get none. The norm counts replicas once.
+on this rank has none on the others, and its shards get none; but for conditional ones (experts that are chosen by the
+data), which add zeros, and have no gradient if no rank had one. The norm counts replicas once.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +27,7 @@ from hf_helix.operators.communication.emulated_link import EmulatedLink, all_red
 from hf_helix.operators.parameters.flat_parameter import FlatParameter
 from hf_helix.operators.parameters.host_shard import OnHost, host_memory, on_host
 from hf_helix.operators.side_by_side import contiguous_view
-from hf_helix.operators.units.rows import parameter_rows
+from hf_helix.operators.units.rows import Rows, parameter_rows
 from hf_helix.operators.units.unit import Unit
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.parameters import Parameter, Part
@@ -214,6 +216,8 @@ class GradientReducer:
         flats = {number: bucket.flat for number, bucket in self._pending.items() if bucket.flat is not None}
         self._flats = {number: FlatParameterGradients(flat) for number, flat in flats.items()}
         self._often = frozenset(often)
+        self._conditional = {number: _conditional(bucket.rows) for number, bucket in self._pending.items()}
+        self._used: dict[nn.Parameter, bool] = {}  # the conditional parameters, and whether this rank had a gradient
         self._events: list[Event] = []
         self._down: dict[int, tuple[CompleteGradients, Event]] = {}  # reduced, and not on their way to the host
         while streams.late:
@@ -258,6 +262,7 @@ class GradientReducer:
     def _reduce_bucket(self, number: int) -> None:
         bucket = self._pending.pop(number)
         if bucket.flat is None:
+            self._fill(number)
             self._note_all(bucket.rows)
             self._reduce(bucket.rows)
         else:
@@ -273,7 +278,31 @@ class GradientReducer:
                 self._copy_bucket(number)
             for event in self._events:
                 self._streams.wait(event)
+            self._forget_unused()
         self._events = []
+
+    def _fill(self, number: int) -> None:
+        """Gives the conditional parameters of a bucket zeros if they have no gradient on this rank."""
+        for parameter in self._conditional[number]:
+            has_gradient = parameter.grad is not None
+            self._used[parameter] = has_gradient or self._used.get(parameter, False)
+            if not has_gradient:
+                parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
+    def _forget_unused(self) -> None:
+        """Takes the gradients of conditional parameters away that had one on no rank. Collective if there are any, and
+        waits for the device."""
+        parameters = [each for each in chain.from_iterable(self._conditional.values()) if each in self._used]
+        if not parameters:
+            return
+        used = torch.tensor([self._used[parameter] for parameter in parameters], device=self._mesh.device).float()
+        for group in (self._mesh.tp.group, self._mesh.replica_group):
+            if group is not None:
+                dist.all_reduce(used, group=group)
+        shards = {p: shard for each in self._flats.values() for p, shard in each.flat.shards.items()}
+        for parameter, number in zip(parameters, used.tolist(), strict=True):
+            if not number:
+                shards.get(parameter, parameter).grad = None
 
     def abandon(self) -> None:
         """Waits for the reductions of a window that ends early, whose gradients nobody reads."""
@@ -300,6 +329,7 @@ class GradientReducer:
         """Reduces the gradients that have added up since the last reduction, and with the last completes the sums."""
         gradients, tp = self._flats[number], self._mesh.tp
         self._limit_copies(always=number in self._often)
+        self._fill(number)
         self._note_all(flat.placements)
         works, summed = list[TransferFn](), list[Event]()
         taken = gradients.take()
@@ -362,6 +392,11 @@ class GradientReducer:
 def reduce_all_gradients(units: Mapping[int, Unit], mesh: Mesh, streams: Streams) -> None:
     """Reduces all gradients now, without overlap."""
     GradientReducer(bound_buckets(parameter_rows(units), units, mesh.place), mesh, streams).finish()
+
+
+def _conditional(rows: Rows) -> list[nn.Parameter]:
+    """Returns the parameters that the data decide whether they get a gradient."""
+    return [parameter for parameter, row in rows.items() if row.is_conditional]
 
 
 def _by_type(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[Any]]:
