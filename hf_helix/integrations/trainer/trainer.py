@@ -263,8 +263,9 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         watch_steps(self.helix)
         self.accelerator.attach(self.helix, REFUSED)
         model._is_accelerate_prepared = True  # nothing is left to wrap
-        if self._has_own_loss:
+        if self.helix.ends_at_decoder:
             run_in_mixed_precision(model, self.accelerator)
+        if self._has_own_loss:
             cut_fused_head()
 
     def _run_options(self) -> RunOptions:
