@@ -18,7 +18,7 @@ from hf_helix.models.graph.context import TokenLoss
 from hf_helix.models.stock.batch_inputs import SequenceCut, targets_of
 from hf_helix.operators.vocabulary.log_probs import LogProbs, log_probs_of
 from hf_helix.operators.vocabulary.loss import IGNORED
-from hf_helix.operators.vocabulary.statistics import join
+from hf_helix.operators.vocabulary.statistics import LOSS, join_numbers, losses
 
 BATCH, SCALE = "token_batch", "token_scale"
 """Side inputs: the tensors of the batch, and the factor of the loss."""
@@ -34,8 +34,10 @@ def token_side_inputs(batch: Mapping[str, Any], scale: float) -> dict[str, Any]:
 
 def joined_statistics(of_ranks: Tensor) -> Tensor:
     """Returns the statistics of all rows [1, numbers, sequence, rows] from the statistics of every rank's rows [ranks,
-    numbers, sequence, rows]."""
-    return join(of_ranks)[0].unsqueeze(0)
+    numbers, sequence, rows]; only those of a loss have a gradient."""
+    numbers = of_ranks.unbind(1)
+    figures = [each.detach() for each in numbers[len(LOSS) :]]
+    return torch.stack(join_numbers([*numbers[: len(LOSS)], *figures])[0]).unsqueeze(0)
 
 
 def token_loss(
@@ -58,10 +60,11 @@ def token_loss(
     """
     targets = targets_of(token_batch)
     whole = cut.join(of_parts.transpose(1, 2).flatten(0, 1))[: targets.shape[1]]
-    joined = whole.permute(1, 2, 0).unbind()
+    joined, ignored = whole.permute(1, 2, 0).unbind(), targets == IGNORED
+    with torch.no_grad():
+        known = log_probs_of(joined, length, loss.outputs)
     found = LogProbs._make(
-        None if each is None else each.masked_fill(targets == IGNORED, 0)
-        for each in log_probs_of(joined, length, loss.outputs)
+        None if each is None else each.masked_fill(ignored, 0) for each in known._replace(log_probs=-losses(joined))
     )
     value = found.log_probs.new_zeros(())
     if torch.is_grad_enabled():
