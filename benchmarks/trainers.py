@@ -347,8 +347,8 @@ def compare(kinds: Mapping[str, Maker], options: argparse.Namespace) -> tuple[st
     lines = [
         f"{type(trainers[first].model).__name__}: hidden {options.hidden}, {options.layers} layers, vocabulary "
         f"{options.vocabulary}, sequence {options.sequence}; tp_size {options.tp_size}, ep_size {options.ep_size}, "
-        f"plan {options.plan}, {options.accumulation} micro-batches of {options.batch}; {options.rounds} rounds of {options.steps} steps "
-        "each, in turn",
+        f"plan {options.plan}, {options.accumulation} micro-batches of {options.batch}; {options.rounds} rounds of "
+        f"{options.steps} steps each, in turn",
         columns(("trainer", "median step ms"), [(name, f"{1e3 * each:.1f}") for name, each in seconds.items()]),
         f"ratio over rounds: median {middle:.3f}, quartiles {low:.3f} to {high:.3f}, from {min(ratios):.3f} to "
         f"{max(ratios):.3f}; target: at most {TARGETS[options.study]:.2f}",

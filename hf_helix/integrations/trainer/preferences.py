@@ -12,7 +12,7 @@ be one that is only measured. What the plan cannot compute stays a loss that is 
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -200,13 +200,19 @@ def _loss_of(trainer: Any, found: LogProbs, batch: Mapping[str, Any]) -> Tensor:
         with _attributes(trainer, precompute_ref_logps=True, aux_loss_enabled=False):
             trainer.compute_loss(lambda **_: outputs, batch)
     except _FiguresBegin as reached:
-        trace, code = reached.__traceback__, getattr(type(trainer), _LOSS).__code__
-        while trace is not None and trace.tb_frame.f_code is not code:
-            trace = trace.tb_next
-        assert trace is not None
-        loss: Tensor = trace.tb_frame.f_locals["loss"]
-        return loss
+        return _local(reached, getattr(type(trainer), _LOSS).__code__)
     raise AssertionError("DPOTrainer._compute_loss reads no entropy")
+
+
+def _local(error: BaseException, code: CodeType) -> Tensor:
+    """Returns the variable `loss` of a function that an error has left. No frame of the error stays in a variable: it
+    would keep the micro-batch alive until a garbage collection."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code is not code:
+        trace = trace.tb_next
+    assert trace is not None
+    loss: Tensor = trace.tb_frame.f_locals["loss"]
+    return loss
 
 
 @contextlib.contextmanager

@@ -448,10 +448,11 @@ class Builder:
 
     def _token_loss(self, name: str, statistics: str, loss: TokenLoss, vocab_size: int) -> str:
         """Adds a loss of log-probabilities from the statistics of every rank's logits."""
-        value = self.autograd(f"{name}.joined", joined_statistics, statistics)
-        value = self.replicate(f"{name}.gather.cp", value, self.cp)
+        if self.cp.size > 1:
+            statistics = self.autograd(f"{name}.joined", joined_statistics, statistics)
+            statistics = self.replicate(f"{name}.gather.cp", statistics, self.cp)
         function = partial(token_loss, loss=loss, length=vocab_size, cut=SequenceCut.of(self.tp, self.cp))
-        return self.autograd(name, function, value, side=(BATCH, SCALE), compiles=False)
+        return self.autograd(name, function, statistics, side=(BATCH, SCALE), compiles=False)
 
     def _defer_head(self, logits: str) -> HeadInTiles | None:
         """Defers the linear of the head and a function after it to a loss in tiles, and returns both; None if

@@ -5,7 +5,7 @@ Out:  the loss times its factor, followed by the figures of every token, as one 
 Must hold: every rank of a batch computes the same loss, of all tokens. Figures have no gradient. The function of the
 caller's runs in every window, also in one that is only measured, so it must not change anything outside.
 
-    statistics of a rank -> gathered over tp, joined -> gathered over cp -> function(log-probabilities, batch) -> vector
+    statistics of a rank -> gathered over tp, joined; gathered over cp -> function(log-probabilities, batch) -> vector
 """
 
 from collections.abc import Mapping
@@ -34,14 +34,18 @@ def token_side_inputs(batch: Mapping[str, Any], scale: float) -> dict[str, Any]:
 
 def joined_statistics(of_ranks: Tensor) -> Tensor:
     """Returns the statistics of all rows [1, numbers, sequence, rows] from the statistics of every rank's rows [ranks,
-    numbers, sequence, rows]; only those of a loss have a gradient."""
+    numbers, sequence, rows]."""
+    return torch.stack(_joined(of_ranks)).unsqueeze(0)
+
+
+def _joined(of_ranks: Tensor) -> list[Tensor]:
+    """Returns each joined number [sequence, rows]; only those of a loss have a gradient."""
     numbers = of_ranks.unbind(1)
-    figures = [each.detach() for each in numbers[len(LOSS) :]]
-    return torch.stack(join_numbers([*numbers[: len(LOSS)], *figures])[0]).unsqueeze(0)
+    return join_numbers([*numbers[: len(LOSS)], *(each.detach() for each in numbers[len(LOSS) :])])[0]
 
 
 def token_loss(
-    of_parts: Tensor,
+    of_ranks: Tensor,
     token_batch: Mapping[str, Tensor],
     token_scale: float,
     *,
@@ -52,27 +56,30 @@ def token_loss(
     """Returns the loss of a micro-batch and the figures of its tokens [1 + NUM_FIGURES * rows * sequence].
 
     Args:
-        of_parts: joined statistics of the tokens of every context-parallel rank [ranks, numbers, tokens, rows].
+        of_ranks: the statistics of every rank's rows [ranks, numbers, sequence, rows]; on a sequence that is cut,
+            joined statistics of the tokens of every context-parallel rank.
         token_batch, token_scale: side inputs.
         loss: the function; without gradients, as in evaluation, it is not called, and the loss is 0.
         length: of the vocabulary.
         cut: of the sequence.
     """
-    targets = targets_of(token_batch)
-    whole = cut.join(of_parts.transpose(1, 2).flatten(0, 1))[: targets.shape[1]]
-    joined, ignored = whole.permute(1, 2, 0).unbind(), targets == IGNORED
+    ignored = targets_of(token_batch) == IGNORED
+    is_joined = cut.cp_size > 1
+    numbers = cut.join(of_ranks.transpose(1, 2).flatten(0, 1)).unbind(1) if is_joined else _joined(of_ranks)
+    numbers = [each[: ignored.shape[1]].t() for each in numbers]  # without padding
     with torch.no_grad():
-        known = log_probs_of(joined, length, loss.outputs)
+        known = log_probs_of(numbers, length, loss.outputs)
     found = LogProbs._make(
-        None if each is None else each.masked_fill(ignored, 0) for each in known._replace(log_probs=-losses(joined))
+        None if each is None else each.masked_fill(ignored, 0) for each in known._replace(log_probs=-losses(numbers))
     )
     value = found.log_probs.new_zeros(())
     if torch.is_grad_enabled():
         value = token_scale * loss.function(_shifted(found), token_batch)
-    # Losses of context-parallel ranks are added up; each has the loss of all tokens, and the gradient of its own.
-    value = value - value.detach() * (1 - 1 / cut.cp_size)
+    if is_joined:
+        # Losses of context-parallel ranks are added up; each has the loss of all tokens, and the gradient of its own.
+        value = value - value.detach() * (1 - 1 / cut.cp_size)
     zeros = torch.zeros_like(found.log_probs)
-    figures = torch.stack([zeros if each is None else each.to(zeros.dtype) for each in found]).detach()
+    figures = torch.stack([zeros if each is None else each.detach().to(zeros.dtype) for each in found])
     return torch.cat((value.reshape(1), figures.flatten() / cut.cp_size))
 
 

@@ -71,7 +71,7 @@ class Cut:
                 operator.forward(ctx, mine[..., first:last].contiguous())[0] for operator, ctx, (first, last) in pieces
             ]
             self.of_ranks.append(torch.cat(parts).requires_grad_(torch.is_grad_enabled()))
-        joined = torch.cat([joined_statistics(each) for each in self.of_ranks])
+        joined = torch.cat([joined_statistics(each) for each in self.of_ranks]) if cp_size > 1 else self.of_ranks[0]
         self.values = [token_loss(joined, batch, SCALE, loss=loss, length=WORDS, cut=cut) for cut in cuts]
 
     def gradient(self) -> Tensor:
