@@ -11,6 +11,7 @@ be one that is only measured. What the plan cannot compute stays a loss that is 
 """
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from hf_helix.engine.calls import together
 from hf_helix.engine.cut.microbatches import LossScale
+from hf_helix.integrations.accelerate.accelerator import RowsTogether, gather_samples
 from hf_helix.integrations.trainer.stock import StockTrainer
 from hf_helix.integrations.trainer.trl import name_of
 from hf_helix.models.derived.model_code import has_head_beside, has_stock_loss
@@ -31,6 +33,7 @@ from hf_helix.models.stock.causal_lm import has_causal_head, has_towers
 from hf_helix.models.stock.peft import base_of
 from hf_helix.operators.vocabulary.log_probs import LogProbs
 from hf_helix.operators.vocabulary.loss import IGNORED
+from hf_helix.runtime.distributed.mesh import Mesh
 
 DPO_TRAINER = "trl.trainer.dpo_trainer.DPOTrainer"
 _LOSS = "_compute_loss"
@@ -134,10 +137,18 @@ class StockDPOTrainer(StockTrainer):
 
     def take_losses(self, trainer: Any, batches: Sequence[Any], found: Sequence[Tensor]) -> Tensor:
         """Returns the losses, and makes TRL's code keep its figures. Collective over the data-parallel ranks."""
+        mesh, stock = trainer.helix.mesh, trainer.accelerator
         with torch.no_grad(), trainer.compute_loss_context_manager(), _attributes(trainer, precompute_ref_logps=True):
-            for batch, values in zip(batches, found, strict=True):
-                outputs = _outputs(values, batch["input_ids"])
-                trainer.compute_loss(lambda outputs=outputs, **_: outputs, _without_labels(batch))
+            if mesh.dp_size == 1:
+                _keep_figures(trainer, batches, found)
+            else:
+                together = RowsTogether(mesh)
+                with _attributes(trainer, accelerator=_OneMessage(stock, mesh, together)):
+                    nowhere = {mode: defaultdict[str, list[float]](list) for mode in trainer._metrics}
+                    with _attributes(trainer, _metrics=nowhere, _total_train_tokens=0):
+                        _keep_figures(trainer, batches, found)
+                    together.exchange()
+                    _keep_figures(trainer, batches, found)
         return torch.stack([values[0] for values in found])
 
     def evaluated(self, trainer: Any) -> Callable[..., Any]:
@@ -153,6 +164,29 @@ class StockDPOTrainer(StockTrainer):
             return _outputs(values, batch["input_ids"])
 
         return model
+
+
+class _OneMessage:
+    """An `Accelerator` that gathers a window's figures in one message; everything else is the Accelerator's own."""
+
+    def __init__(self, stock: Any, mesh: Mesh, rows: RowsTogether) -> None:
+        self._stock, self._mesh, self._rows = stock, mesh, rows
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+    def gather(self, value: Tensor) -> Tensor:
+        return self._rows.gather(value)
+
+    def gather_for_metrics(self, value: Any) -> Any:
+        return gather_samples(value, self._mesh, self._stock.gradient_state, gather=self._rows.gather)
+
+
+def _keep_figures(trainer: Any, batches: Sequence[Any], found: Sequence[Tensor]) -> None:
+    """Runs TRL's code for the figures of a window."""
+    for batch, values in zip(batches, found, strict=True):
+        outputs = _outputs(values, batch["input_ids"])
+        trainer.compute_loss(lambda outputs=outputs, **_: outputs, _without_labels(batch))
 
 
 def _outputs(values: Tensor, ids: Tensor) -> Any:

@@ -91,8 +91,8 @@ def token_figures(values: Tensor, rows: int, length: int) -> tuple[LogProbs, Ten
         rows, length: the shape of the token ids.
     """
     count = 1 + NUM_FIGURES * rows * length
-    found = LogProbs._make(values[1:count].view(NUM_FIGURES, rows, length))
-    return _shifted(found._replace(is_top1=found.is_top1 > 0.5)), values[count:]  # type: ignore[operator]
+    *others, is_top1 = values[1:count].view(NUM_FIGURES, rows, length)
+    return _shifted(LogProbs(*others, is_top1 > 0.5)), values[count:]
 
 
 def _shifted(found: LogProbs) -> LogProbs:
