@@ -92,7 +92,7 @@ def token_figures(values: Tensor, rows: int, length: int) -> tuple[LogProbs, Ten
     """
     count = 1 + NUM_FIGURES * rows * length
     *others, is_top1 = values[1:count].view(NUM_FIGURES, rows, length)
-    return _shifted(LogProbs(*others, is_top1 > 0.5)), values[count:]
+    return _shifted(LogProbs._make((*others, is_top1 > 0.5))), values[count:]
 
 
 def _shifted(found: LogProbs) -> LogProbs:
