@@ -197,7 +197,8 @@ def _outputs(values: Tensor, ids: Tensor) -> Any:
         ids: [rows, sequence].
     """
     found, rest = token_figures(values, *ids.shape)
-    return SimpleNamespace(**found._asdict(), aux_loss=rest[0] if len(rest) else None)
+    named = zip(LogProbs._fields, found, strict=True)
+    return SimpleNamespace(**dict(named), aux_loss=rest[0] if len(rest) else None)
 
 
 def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:

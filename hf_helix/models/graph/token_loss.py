@@ -69,9 +69,8 @@ def token_loss(
     numbers = [each[: ignored.shape[1]].t() for each in numbers]  # without padding
     with torch.no_grad():
         known = log_probs_of(numbers, length, loss.outputs)
-    found = LogProbs._make(
-        None if each is None else each.masked_fill(ignored, 0) for each in known._replace(log_probs=-losses(numbers))
-    )
+    known = known._replace(log_probs=-losses(numbers))
+    found = LogProbs(*[None if each is None else each.masked_fill(ignored, 0) for each in known])  # type: ignore[arg-type]
     value = found.log_probs.new_zeros(())
     if torch.is_grad_enabled():
         value = token_scale * loss.function(_shifted(found), token_batch)
@@ -92,9 +91,9 @@ def token_figures(values: Tensor, rows: int, length: int) -> tuple[LogProbs, Ten
     """
     count = 1 + NUM_FIGURES * rows * length
     *others, is_top1 = values[1:count].view(NUM_FIGURES, rows, length)
-    return _shifted(LogProbs._make((*others, is_top1 > 0.5))), values[count:]
+    return _shifted(LogProbs(*[*others, is_top1 > 0.5])), values[count:]
 
 
 def _shifted(found: LogProbs) -> LogProbs:
     """Returns the figures of all tokens but the last, which has no target."""
-    return LogProbs._make(None if each is None else each[:, :-1] for each in found)
+    return LogProbs(*[None if each is None else each[:, :-1] for each in found])  # type: ignore[arg-type]
