@@ -64,6 +64,14 @@ def variety(completions: list[str], **_: Any) -> list[float]:
     return [float(len(set(each)) % 7) / 7 for each in completions]
 
 
+def of_twice_the_loss(stock: Any) -> Any:
+    class Doubled(stock):  # type: ignore[misc]
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    return Doubled
+
+
 def make(
     folder: str, tokenizer: str, helix: dict[str, Any] | None, kind: str, shares: bool, given: dict[str, Any]
 ) -> Any:
@@ -72,7 +80,8 @@ def make(
     Args:
         shares: whether data-parallel ranks share the rows of a batch out.
         given: training arguments, and `family`, `sizes` and `model_seed`, `lora`, or `saved`, a folder of the model;
-            `teacher`, another family for a larger one, and `judge`, the family of a reward model.
+            `teacher`, another family for a larger one, `judge`, the family of a reward model, and `doubles`, for a class
+            with a loss of its own.
     """
     import trl
     from peft import LoraConfig
@@ -81,8 +90,9 @@ def make(
 
     name = {"reward": "Reward", "synced": "DPO", "distillation": "Distillation"}.get(kind, kind.upper())
     stock = GKDTrainer if kind == "gkd" else getattr(trl, f"{name}Trainer")
+    stock = of_twice_the_loss(stock) if "doubles" in given else stock
     config: Any = GKDConfig if kind == "gkd" else getattr(trl, f"{name}Config")
-    given = dict(given)
+    given = {name: value for name, value in given.items() if name != "doubles"}
     family, lora, seed = given.pop("family", "Llama"), given.pop("lora", False), given.pop("model_seed", 0)
     sizes, teacher, judge = given.pop("sizes", {}), given.pop("teacher", family), given.pop("judge", None)
     options: dict[str, Any] = {"model": given.pop("saved", None) or model(family, seed, kind, **sizes)}

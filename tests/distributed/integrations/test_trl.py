@@ -31,8 +31,9 @@ def follow(
         given["model_seed"] = 3
     trainer = make(**common, given=given)
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resumes else None)
+    asks = getattr(trainer.model.config, "output_router_logits", None)
     if helix is None:
-        return {"log": log_of(trainer)}
+        return {"log": log_of(trainer), "asks": asks}
     reference, part = getattr(trainer, "ref_model", None) or getattr(trainer, "teacher_model", None), 0.0
     if "judge" in given:
         (reference,) = trainer.reward_funcs
@@ -42,7 +43,7 @@ def follow(
             part = sum(each.untyped_storage().nbytes() for each in reference.parameters()) / full
     decoder = trainer.helix.session.called_decoder
     fused = "planned" if decoder is None else decoder.deferred_backward.num_fused
-    return {"log": log_of(trainer), "fused": fused, "part": part, "measured": str(trainer.tuning or "")}
+    return {"log": log_of(trainer), "fused": fused, "part": part, "measured": str(trainer.tuning or ""), "asks": asks}
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,7 @@ def follow(
         slow("dpo", EP, {"family": "Mixtral", "router_aux_loss_coef": 0.0}),
         slow("dpo", {**PP, "spread_vocabulary": True}, {}),
         slow("dpo", TP, {"disable_dropout": False}),
+        slow("dpo", TP, {"doubles": True}),
         slow("dpo", TP, {"family": "Mixtral", "lora": True}),
         slow("dpo", TP, {"bf16": True}),
         slow("dpo", PP, {"resumes": True}),
@@ -104,7 +106,8 @@ def test_as_the_stock_trainer(
             assert found == pytest.approx(stock, **close)
         # Of another model, a rank holds as much as of the trained one, unless nothing can cut it.
         assert (result["part"] < 0.8) == (helix not in (CP, EP) and given.get("judge") != "Bert")
-        is_planned = kind in PLANNED and "disable_dropout" not in given
+        assert result["asks"] == wanted["asks"]
+        is_planned = kind in PLANNED and not given.keys() & {"disable_dropout", "doubles"}
         assert (result["fused"] == "planned") == is_planned
         if kind not in TEACHERS and not is_planned and not given.keys() & {"resumes", "judge"}:
             assert result["fused"] == (8 if kind in ONLINE else 6)
