@@ -80,8 +80,8 @@ def make(
     Args:
         shares: whether data-parallel ranks share the rows of a batch out.
         given: training arguments, and `family`, `sizes` and `model_seed`, `lora`, or `saved`, a folder of the model;
-            `teacher`, another family for a larger one, `judge`, the family of a reward model, and `doubles`, for a class
-            with a loss of its own.
+            `teacher`, another family for a larger one, `judge`, the family of a reward model; `doubles`: with a loss
+            of its own.
     """
     import trl
     from peft import LoraConfig

@@ -467,7 +467,8 @@ class Builder:
             if isinstance(operator, Linear):
                 if not operator.is_plain:
                     return None
-                head = HeadInTiles(operator.linears[0], operator.parameters, change, self.sharing.recomputes)
+                few = self.loss_tweaks.token_loss is not None  # as TRL's heads keep
+                head = HeadInTiles(operator.linears[0], operator.parameters, change, self.sharing.recomputes, few)
                 for name in chain:
                     self._tensor_operators[name] = Deferred(self._tensor_operators[name], head)
                 return head

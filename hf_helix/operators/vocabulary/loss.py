@@ -76,7 +76,7 @@ class TokenStatistics(Computation):
 
     def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         (value,), ids = inputs, self._ids(ctx)
-        if (head := self._head(ctx)) is not None and ctx.saves_for_backward:
+        if (head := self._head(ctx)) is not None and (head.keeps_few or ctx.saves_for_backward):
             of = lambda products, ids: self._statistics(head.logits(ctx, products), ids)  # noqa: E731
             result, totals = statistics_of(head.tiles(ctx, value), ids, head.parts(), of)
         else:

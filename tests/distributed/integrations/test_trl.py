@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from support.marks import slow
 from support.sft_jobs import save_tokenizer
 from support.trl_jobs import ONLINE, TEACHERS, log_of, make, model
 
+from hf_helix.operators.vocabulary import head
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.runner import measured
 
@@ -22,8 +24,11 @@ def follow(
     folder: str, tokenizer: str, helix: dict[str, Any] | None, kind: str, shares: bool, given: dict[str, Any]
 ) -> dict[str, Any]:
     """The log of a short run, how many passes overlapped, and this rank's part of a reference model; see `make`.
-    `resumes`: from a checkpoint of another run."""
+    `resumes`: from a checkpoint of another run; `tiles`: the head of the cut model makes its logits in small tiles."""
     given = dict(given)
+    if given.pop("tiles", False):
+        with patch.multiple(head, TOKENS=5, ROWS=7):
+            return follow(folder, tokenizer, helix, kind, shares, given)
     resumes = given.pop("resumes", False)
     common = {"folder": folder, "tokenizer": tokenizer, "helix": helix, "kind": kind, "shares": shares}
     if resumes:
@@ -59,6 +64,8 @@ def follow(
         slow("dpo", {**PP, "spread_vocabulary": True}, {}),
         slow("dpo", TP, {"disable_dropout": False}),
         slow("dpo", TP, {"doubles": True}),
+        slow("dpo", {**PP, "spread_vocabulary": True}, {"tiles": True}),
+        slow("dpo", TP, {"tiles": True, "use_weighting": True, "lora": True}),
         slow("dpo", TP, {"family": "Mixtral", "lora": True}),
         slow("dpo", TP, {"bf16": True}),
         slow("dpo", PP, {"resumes": True}),
