@@ -37,7 +37,7 @@ from hf_helix.runtime.distributed.mesh import Mesh
 
 DPO_TRAINER = "trl.trainer.dpo_trainer.DPOTrainer"
 _LOSS = "_compute_loss"
-_PACKAGES = ("trl", "transformers", "hf_helix")
+_KNOWN = "hf_helix.", "transformers.", "trl.trainer.base_trainer"
 
 _HOOKS = (
     *("compute_loss", _LOSS, "compute_ref_log_probs", "training_step", "prediction_step", "_wrap_model"),
@@ -71,14 +71,15 @@ def planned_dpo(trainer: Any, model: Any) -> "StockDPOTrainer | None":
 
 
 def _is_stock_dpo(kind: Any) -> bool:
-    """Returns whether the loss of a class is that of TRL's DPOTrainer, as known here."""
-    if not any(name_of(base) == DPO_TRAINER for base in kind.__mro__):
+    """Returns whether the loss of a class is that of TRL's DPOTrainer, as known here, and every class that overrides a
+    step of it, also one behind the mixin, is a known one."""
+    found = next((base for base in kind.__mro__ if name_of(base) == DPO_TRAINER), None)
+    owners = [base for base in kind.__mro__ if any(hook in vars(base) for hook in _HOOKS)]
+    known = (base is found or base.__module__.startswith(_KNOWN) for base in owners)
+    if found is None or not all(known) or _LOSS not in vars(found):
         return False
-    owners = [next((base for base in kind.__mro__ if hook in vars(base)), object) for hook in _HOOKS]
-    if not all(owner.__module__.partition(".")[0] in _PACKAGES for owner in owners) or _LOSS not in vars(owners[1]):
-        return False
-    code = getattr(kind, _LOSS).__code__
-    return name_of(owners[1]) == DPO_TRAINER and "loss" in code.co_varnames and "entropy" in code.co_names
+    code = vars(found)[_LOSS].__code__
+    return "loss" in code.co_varnames and "entropy" in code.co_names
 
 
 class StockDPOTrainer(StockTrainer):
@@ -142,12 +143,12 @@ class StockDPOTrainer(StockTrainer):
             if mesh.dp_size == 1:
                 _keep_figures(trainer, batches, found)
             else:
-                together = RowsTogether(mesh)
-                with _attributes(trainer, accelerator=_OneMessage(stock, mesh, together)):
+                rows = RowsTogether(mesh)
+                with _attributes(trainer, accelerator=_OneMessage(stock, mesh, rows)):
                     nowhere = {mode: defaultdict[str, list[float]](list) for mode in trainer._metrics}
                     with _attributes(trainer, _metrics=nowhere, _total_train_tokens=0):
                         _keep_figures(trainer, batches, found)
-                    together.exchange()
+                    rows.exchange()
                     _keep_figures(trainer, batches, found)
         return torch.stack([values[0] for values in found])
 
