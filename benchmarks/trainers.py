@@ -20,7 +20,7 @@ not count. The studies:
     python -m benchmarks.trainers stock
     python -m benchmarks.trainers loss --tp_size 2
     python -m benchmarks.trainers sft --ep_size 2
-    python -m benchmarks.trainers dpo --tp_size 2
+    python -m benchmarks.trainers dpo --tp_size 2 --plan auto
     python -m benchmarks.trainers generate --tp_size 2 --new_tokens 32
     python -m benchmarks.trainers memory --tp_size 2 --vocabulary 128256
 """
@@ -75,6 +75,7 @@ def main() -> None:
         tp_size=1,
         ep_size=1,
         pp_size=1,
+        plan="greedy",
         new_tokens=32,
         rounds=12,
         warmup_rounds=2,
@@ -283,8 +284,14 @@ def llamas(kinds: Mapping[str, tuple[HelixConfig | None, Any]], options: argpars
     return {name: maker(helix, loss) for name, (helix, loss) in kinds.items()}
 
 
+def layout_of(options: argparse.Namespace) -> HelixConfig:
+    """Returns the layout; with `--plan auto` plans are measured in the first step, which does not count."""
+    sizes = {name: getattr(options, name) for name in ("tp_size", "ep_size", "pp_size")}
+    return HelixConfig(**sizes, plan=options.plan, tuning_share=1.0, cache=False)
+
+
 def compare_sft(options: argparse.Namespace) -> tuple[str, Any]:
-    helix = HelixConfig(tp_size=options.tp_size, ep_size=options.ep_size, plan="greedy")
+    helix = layout_of(options)
     alike = make_mixture(options, 0.02 / options.accumulation / options.ep_size)  # the Trainer adds these up
     makers: dict[str, Maker] = {
         "built-in loss": lambda folder: make_trainer(alike, options, folder, helix, use_cpu=True),
@@ -294,7 +301,7 @@ def compare_sft(options: argparse.Namespace) -> tuple[str, Any]:
 
 
 def compare_dpo(options: argparse.Namespace) -> tuple[str, Any]:
-    helix = HelixConfig(tp_size=options.tp_size, ep_size=options.ep_size, pp_size=options.pp_size, plan="greedy")
+    helix = layout_of(options)
     makers: dict[str, Maker] = {
         "built-in loss": lambda folder: make_trainer(made_of(options), options, folder, helix, use_cpu=True),
         "DPOTrainer with the mixin": lambda folder: make_dpo(options, folder, helix),
@@ -340,8 +347,8 @@ def compare(kinds: Mapping[str, Maker], options: argparse.Namespace) -> tuple[st
     lines = [
         f"{type(trainers[first].model).__name__}: hidden {options.hidden}, {options.layers} layers, vocabulary "
         f"{options.vocabulary}, sequence {options.sequence}; tp_size {options.tp_size}, ep_size {options.ep_size}, "
-        f"{options.accumulation} micro-batches of {options.batch}; {options.rounds} rounds of {options.steps} steps "
-        "each, in turn",
+        f"plan {options.plan}, {options.accumulation} micro-batches of {options.batch}; {options.rounds} rounds of "
+        f"{options.steps} steps each, in turn",
         columns(("trainer", "median step ms"), [(name, f"{1e3 * each:.1f}") for name, each in seconds.items()]),
         f"ratio over rounds: median {middle:.3f}, quartiles {low:.3f} to {high:.3f}, from {min(ratios):.3f} to "
         f"{max(ratios):.3f}; target: at most {TARGETS[options.study]:.2f}",

@@ -35,6 +35,7 @@ from hf_helix.operators.parameters.parts import cut_tensor
 from hf_helix.operators.units.unit import Unit
 from hf_helix.operators.vocabulary.head import whole_logits
 from hf_helix.operators.vocabulary.pipeline import slice_buffers
+from hf_helix.operators.vocabulary.statistics import LOSS
 from hf_helix.planning.choice.scheduler import Scheduler
 from hf_helix.planning.graph.backward import FIRST, NEXT
 from hf_helix.planning.rules.registry import baseline_plan
@@ -194,7 +195,7 @@ def amounts_of(
         window = replace(window, prepare=lambda: side)
         handed_on = sum(value.nbytes for value in make_buffers(side))
         dtype = autocast_dtype or base.dtype
-        of_slices = slice_buffers(make_buffers, config.tp_size, False, dtype)(config.pp_size // 2)(side)
+        of_slices = slice_buffers(make_buffers, config.tp_size, len(LOSS), dtype)(config.pp_size // 2)(side)
         with meta_as(backend):
             amounts = count_amounts(runner, window, handed_on, about, spread)
         amounts = replace(amounts, handed_over=sum(value.nbytes for value in of_slices))

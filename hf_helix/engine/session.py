@@ -80,7 +80,7 @@ class Session:
         self.runner, self.tuner, self.graphs = runner, tuner, graphs
         self.looks = Looks(cut.mesh)
         self.last_window: list[MicroBatch] = []
-        self._maker = WindowMaker(cut.base, cut.mesh)
+        self._maker = WindowMaker(cut.base, cut.mesh, runner.has_token_loss)
         self._bounds: list[Tensor] = []  # of the calls of a window, see `value_bounds`
         self._has_said_link = False
         self.called_decoder = self._make_called_decoder(calls) if cut.ends_at_decoder else None

@@ -247,13 +247,9 @@ class WindowGraphs:
         Raises:
             RuntimeError: the window cannot be captured, with `option=True`.
         """
-
-        def train(batches: Sequence[MicroBatch]) -> list[Tensor]:
-            return [torch.stack(runner.train_window(batches))]
-
-        (losses,) = self._run(runner, window, "train", train)
+        losses = self._run(runner, window, "train", runner.train_window)
         runner.rank_units.mark_weights_stale()  # as `Runner.train_window`: a step follows
-        return list(losses)
+        return losses
 
     def evaluate(
         self, runner: Runner, window: Sequence[MicroBatch], keep_logits: bool = False

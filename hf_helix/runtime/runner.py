@@ -9,6 +9,7 @@ shapes; all ranks of a pipeline run the same window.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -80,6 +81,7 @@ class Runner:
         self._output: Key = (head, output)
         self._output_gradient: Key = (head, f"d.{output}")
         self._loss_shape = self.rank_units.all_units[head].loss_shape
+        self._token_figures = self.rank_units.all_units[head].token_figures
         self._ends_at_decoder = self.rank_units.all_units[head].ends_at_decoder
         self._logits: Key = (rank_units.slice, self.rank_units.all_units[head].logits or "")
         self._last = self.layout.rank_of(head)
@@ -143,7 +145,7 @@ class Runner:
         if self._ends_at_decoder:
             return []
         losses = [values[self._output] for _, values in sorted(kept.items()) if self._output in values]
-        return list(self._everywhere(losses, len(microbatches)))
+        return self._everywhere(losses, microbatches)
 
     def reduction(
         self, last: int | None = None, note: Callable[[nn.Parameter], object] | None = None
@@ -189,7 +191,7 @@ class Runner:
         """
         keys = (self._output, self._logits) if keep_logits else (self._output,)
         found = self.run_forward(microbatches, keys)
-        loss = self._everywhere(found[self._output], len(microbatches)).sum(0)
+        loss = torch.stack(self._everywhere(found[self._output], microbatches)).sum(0)
         if not keep_logits:
             return loss, None
         joined = torch.cat(found[self._logits], 1) if found[self._logits] else None
@@ -214,12 +216,12 @@ class Runner:
     def sources(self) -> Sources:
         """Returns the values that micro-batches of a window start with: the gradient of the loss; 0 for the decoder's
         output if a caller computes the loss."""
-        if self._ends_at_decoder:
-            return self._without_loss
-        gradient = torch.zeros(self._loss_shape, device=self.mesh.device)
+        return self._without_loss if self._ends_at_decoder else self._with_loss
+
+    def _with_loss(self, batch: MicroBatch) -> dict[Key, Tensor | None]:
+        gradient = torch.zeros(self._shape_of(batch), device=self.mesh.device)
         gradient.view(-1)[:1] = 1.0  # figures after the loss have no gradient
-        of_all: dict[Key, Tensor | None] = {self._output_gradient: gradient}
-        return lambda _: of_all
+        return {self._output_gradient: gradient}
 
     def _without_loss(self, batch: MicroBatch) -> dict[Key, Tensor | None]:
         if batch.output is None:
@@ -244,17 +246,29 @@ class Runner:
         ahead = self.executor.streams.slots_ahead
         return build_program(schedule, self.layout, self.plan, self.rank_units.rank, keep, ahead)
 
-    def _everywhere(self, losses: Sequence[Tensor], count: int) -> Tensor:
+    def _everywhere(self, losses: Sequence[Tensor], microbatches: Sequence[MicroBatch]) -> list[Tensor]:
         """Returns the losses of all tokens on every rank, from the ranks with the head."""
         assert not self._ends_at_decoder
-        result = (
-            torch.stack(list(losses)) if losses else torch.zeros((count, *self._loss_shape), device=self.mesh.device)
-        )
+        shapes = [self._shape_of(batch) for batch in microbatches]
+        sizes = [math.prod(shape) for shape in shapes]
+        flat = [each.reshape(-1) for each in losses]
+        result = torch.cat(flat) if flat else torch.zeros(sum(sizes), device=self.mesh.device)
         result = self.share(result, kind=(result.shape, result.dtype))
         group = self.mesh.cp.group
         if group is not None:
             dist.all_reduce(result, group=group)
-        return result
+        return [part.view(shape) for part, shape in zip(result.split(sizes), shapes, strict=True)]
+
+    def _shape_of(self, batch: MicroBatch) -> tuple[int, ...]:
+        """Returns the shape of the head's output for a micro-batch: a scalar, or a loss followed by figures."""
+        if not self.has_token_loss:
+            return self._loss_shape
+        return (self._loss_shape[0] + self._token_figures * batch.num_tokens,)
+
+    @property
+    def has_token_loss(self) -> bool:
+        """Whether code of the caller's computes the loss from log-probabilities, see `TokenLoss`."""
+        return self._token_figures > 0
 
     def share(
         self, value: Tensor | None, unit: int | None = None, kind: tuple[Sequence[int], torch.dtype] | None = None

@@ -64,6 +64,16 @@ def variety(completions: list[str], **_: Any) -> list[float]:
     return [float(len(set(each)) % 7) / 7 for each in completions]
 
 
+def of_twice_the_loss(stock: Any, method: str) -> Any:
+    """A class of a user's own, whose method returns twice the loss."""
+
+    def doubled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return 2 * getattr(super(Doubled, self), method)(*args, **kwargs)
+
+    Doubled = type("Doubled", (stock,), {method: doubled})
+    return Doubled
+
+
 def make(
     folder: str, tokenizer: str, helix: dict[str, Any] | None, kind: str, shares: bool, given: dict[str, Any]
 ) -> Any:
@@ -72,7 +82,8 @@ def make(
     Args:
         shares: whether data-parallel ranks share the rows of a batch out.
         given: training arguments, and `family`, `sizes` and `model_seed`, `lora`, or `saved`, a folder of the model;
-            `teacher`, another family for a larger one, and `judge`, the family of a reward model.
+            `teacher`, another family for a larger one, `judge`, the family of a reward model; `doubles`, a method that
+            returns twice the loss in a class of a user's own.
     """
     import trl
     from peft import LoraConfig
@@ -81,8 +92,9 @@ def make(
 
     name = {"reward": "Reward", "synced": "DPO", "distillation": "Distillation"}.get(kind, kind.upper())
     stock = GKDTrainer if kind == "gkd" else getattr(trl, f"{name}Trainer")
+    stock = of_twice_the_loss(stock, given["doubles"]) if "doubles" in given else stock
     config: Any = GKDConfig if kind == "gkd" else getattr(trl, f"{name}Config")
-    given = dict(given)
+    given = {name: value for name, value in given.items() if name != "doubles"}
     family, lora, seed = given.pop("family", "Llama"), given.pop("lora", False), given.pop("model_seed", 0)
     sizes, teacher, judge = given.pop("sizes", {}), given.pop("teacher", family), given.pop("judge", None)
     options: dict[str, Any] = {"model": given.pop("saved", None) or model(family, seed, kind, **sizes)}

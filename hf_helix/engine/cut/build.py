@@ -221,8 +221,8 @@ class _Cut:
         if not self.config.spread_vocabulary:
             return units
         table, head = _ends_of(self.base, self.loss_tweaks)
-        dtype = self.autocast_dtype or head.dtype
-        self.slice_buffers = slice_buffers(self.make_buffers, self.mesh.tp.size, self.loss_tweaks.figures, dtype)
+        dtype, count = self.autocast_dtype or head.dtype, 1 + max(self.loss_tweaks.wanted)
+        self.slice_buffers = slice_buffers(self.make_buffers, self.mesh.tp.size, count, dtype)
         rank = self.mesh.pipe.rank if self.layer_indices is None else None
         return spread_units(units, table, head, dtype, rank, self.config.pp_size)
 

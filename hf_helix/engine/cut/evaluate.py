@@ -42,7 +42,7 @@ def evaluate_batch(
         The loss, and if asked for the logits [batch, sequence, vocabulary], on every rank.
     """
     batch, family = {**batch, LOSS_ALONE: not keep_logits}, family_of(base)
-    is_split = family.loss_adds_up(base) and not family.reads_images(batch)
+    is_split = family.loss_adds_up(base) and not (runner.has_token_loss or family.reads_images(batch))
     batches = split_rows(batch, runner) if is_split else [batch]
     with torch.no_grad():
         window = make_window(batches)

@@ -7,7 +7,7 @@ the window, and waits for nothing within the window.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.utils.logging import get_logger
 
 from hf_helix.models.graph.attention import FLASH
+from hf_helix.models.graph.token_loss import token_side_inputs
 from hf_helix.models.registry import family_of
 from hf_helix.models.stock.batch_inputs import FORM, Form, SequenceCut, count_targets, form_of, forms_of
 from hf_helix.operators.experts.moe import SHARD_TOKENS
@@ -23,6 +24,8 @@ from hf_helix.runtime.distributed.mesh import Mesh, rank
 from hf_helix.runtime.microbatch import MicroBatch
 
 logger = get_logger(__name__)
+
+Prepare = Callable[[], Mapping[str, Any]]
 
 
 class LossScale(NamedTuple):
@@ -48,12 +51,14 @@ class WindowMaker:
     Args:
         base: the Transformers model.
         mesh: the mesh of ranks.
+        has_token_loss: whether a loss of log-probabilities reads the batches.
     """
 
-    def __init__(self, base: Any, mesh: Mesh) -> None:
+    def __init__(self, base: Any, mesh: Mesh, has_token_loss: bool = False) -> None:
         self._base = base
         self._family = family_of(base)
         self._cut = SequenceCut.of(mesh.tp, mesh.cp)
+        self._has_token_loss = has_token_loss
 
     def microbatch(self, batch: Mapping[str, Any], scale: LossScale, key: tuple[int, int]) -> MicroBatch:
         """Returns the micro-batch of a batch.
@@ -66,7 +71,10 @@ class WindowMaker:
         self._family.check_batch(batch)
         batch = {**batch, FORM: form_of(batch)}
         self._warn_of_documents(batch[FORM], has_mask=batch.get("attention_mask") is not None)
-        prepare = functools.partial(self._family.side_inputs, self._base, batch, self._cut, *scale.of(batch))
+        factors = scale.of(batch)
+        prepare: Prepare = functools.partial(self._family.side_inputs, self._base, batch, self._cut, *factors)
+        if self._has_token_loss:
+            prepare = functools.partial(_with_batch, prepare, batch, factors[1])
         return MicroBatch(prepare, key, *batch["input_ids"].shape)
 
     def window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[MicroBatch]:
@@ -99,6 +107,11 @@ class WindowMaker:
                 "attention_mask beside position_ids that start anew in a row: documents attend to each other, as in "
                 "the stock Trainer; leave attention_mask out of the batch, and attention stays within each document"
             )
+
+
+def _with_batch(prepare: Prepare, batch: Mapping[str, Any], scale: float) -> Mapping[str, Any]:
+    """Returns the side inputs of a micro-batch with those of a loss of log-probabilities."""
+    return {**prepare(), **token_side_inputs(batch, scale)}
 
 
 def share_lengths(batches: Sequence[Mapping[str, Any]], mesh: Mesh) -> Sequence[Mapping[str, Any]]:

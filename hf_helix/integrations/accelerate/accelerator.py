@@ -10,9 +10,10 @@ scheduler and the model count the ranks that share a batch as one process.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -262,7 +263,9 @@ class SharedScheduler(AcceleratedScheduler):
 # -- metrics ---------------------------------------------------------------------------------------------------------
 
 
-def gather_samples(data: Any, mesh: Mesh, state: Any, as_objects: bool = False) -> Any:
+def gather_samples(
+    data: Any, mesh: Mesh, state: Any, as_objects: bool = False, gather: Callable[[Tensor], Tensor] | None = None
+) -> Any:
     """Gathers values of samples over the data-parallel ranks, each sample once. Collective over these ranks.
 
     Args:
@@ -271,14 +274,16 @@ def gather_samples(data: Any, mesh: Mesh, state: Any, as_objects: bool = False) 
         mesh: the mesh of ranks.
         state: Accelerate's gradient state, with the end of the data loader and the size of the last batch.
         as_objects: whether tensors are objects, too: they may have several shapes.
+        gather: gathers rows, see `RowsTogether`; None for a message of its own for each tensor.
     """
+    rows = gather or functools.partial(_gather_rows, mesh=mesh)
     # The last batch is padded with samples from the start of the data set.
     count = _remainder(state) if state.end_of_dataloader else 0
     end = count if count > 0 else None
     if as_objects or not _holds_tensors_only(data):
         objects = _gather_objects(data, mesh)
         return objects[:end] if isinstance(objects, (list, tuple)) else objects
-    return recursively_apply(lambda tensor: _gather_rows(tensor, mesh)[:end], data)
+    return recursively_apply(lambda tensor: rows(tensor)[:end], data)
 
 
 def gather_batches(data: Any, mesh: Mesh) -> Any:
@@ -294,6 +299,36 @@ def _gather_rows(rows: Tensor, mesh: Mesh) -> Tensor:
     blocks = [torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in range(mesh.dp_size)]
     dist.all_gather(blocks, rows.contiguous(), group=mesh.dp_group)
     return torch.cat(blocks)
+
+
+class RowsTogether:
+    """Gathers all rows of some code over the data-parallel ranks in one message. The code runs twice, without other
+    effects the first time: `gather` first notes the rows, and after `exchange` returns those of all ranks.
+
+    Args:
+        mesh: the mesh of ranks.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._noted: list[Tensor] = []
+        self._found: Iterator[Tensor] | None = None
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Returns the rows of every rank; before `exchange`, this rank's in their place."""
+        if self._found is not None:
+            return next(self._found)
+        rows = tensor[None] if tensor.dim() == 0 else tensor
+        self._noted.append(rows)
+        return torch.cat([rows] * self._mesh.dp_size)
+
+    def exchange(self) -> None:
+        """Exchanges the noted rows. Collective over the data-parallel ranks, which have noted as many."""
+        flat = torch.cat([each.detach().reshape(-1).double() for each in self._noted])
+        with watched():
+            pieces = _gather_rows(flat[None], self._mesh).split([each.numel() for each in self._noted], 1)
+        named = zip(pieces, self._noted, strict=True)
+        self._found = iter([piece.to(rows.dtype).view(-1, *rows.shape[1:]) for piece, rows in named])
 
 
 def _gather_objects(objects: Any, mesh: Mesh) -> Any:

@@ -196,7 +196,7 @@ def check_overrides(trainer: Any) -> None:
             f"{name} has replaced the model after it was cut, by a {type(trainer.model).__name__}; "
             "change it before, such as with peft.get_peft_model(model, config)"
         )
-    called = _CALLED_FOR_OWN_LOSSES if trainer.helix.ends_at_decoder else ()
+    called = _CALLED_FOR_OWN_LOSSES if trainer._has_own_loss else ()
     for hook, hidden in hidden_methods(type(trainer)):
         if hidden is not Trainer and name_of(hidden) != SFT_TRAINER and hook not in called:
             if "super" in mentions(vars(hidden)[hook]):
@@ -212,7 +212,7 @@ def check_overrides(trainer: Any) -> None:
                 f"{name} has {hidden.__name__} behind HelixTrainerMixin, so that {hidden.__name__}.{hook} is never "
                 f"called; {remedy}"
             )
-    if trainer.helix.ends_at_decoder:
+    if trainer._has_own_loss:
         return
     for hook, instead in _NEVER_CALLED.items():
         owner = next(kind for kind in type(trainer).__mro__ if hook in vars(kind))

@@ -76,7 +76,7 @@ class EvaluationHooks(TrainerAttributes):
         check_overrides(self)
         check_evaluation(getattr(dataloader, "dataset", None), self.helix.mesh.dp_size)
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        if not loss_only and not self.helix.ends_at_decoder:
+        if not loss_only and not self._has_own_loss:
             check_outputs(self.model.config, ignore_keys)
         with watched():
             name = "predict" if description == "Prediction" else "evaluate"
@@ -99,8 +99,8 @@ class EvaluationHooks(TrainerAttributes):
             The loss, the logits [batch, sequence, vocabulary] and the labels, as the stock method.
         """
         agree_on_action("a batch is evaluated", mesh=self.helix.mesh, given=[inputs])
-        if self.helix.ends_at_decoder:
-            return self._own_prediction(model, inputs, prediction_loss_only, ignore_keys)
+        if self._has_own_loss:
+            return self._own_prediction(self._stock.evaluated(self) or model, inputs, prediction_loss_only, ignore_keys)
         keeps = not prediction_loss_only and "logits" not in (ignore_keys or ())
         if not prediction_loss_only:
             check_outputs(self.model.config, ignore_keys)
@@ -110,15 +110,16 @@ class EvaluationHooks(TrainerAttributes):
         loss, logits = self.helix.session.evaluate(
             batch, scale, self.state.global_step, keep_logits=keeps, is_compared=True
         )
-        known = None if labels is None else self._stock.take_losses(self, [batch], loss[None])[0]
+        known = None if labels is None else self._stock.take_losses(self, [batch], [loss])[0]
         if prediction_loss_only:
             return known, None, None
         return known, logits if keeps else (), labels
 
     def _own_prediction(self, *arguments: Any) -> Any:
         """Returns the stock method's results of a loss of the user's own, with full logits."""
-        assert self.helix.session.called_decoder is not None
-        self.helix.session.called_decoder.step = self.state.global_step
+        decoder = self.helix.session.called_decoder
+        if decoder is not None:
+            decoder.step = self.state.global_step
         with together(), self._gathering():
             return tree_map(_full, super().prediction_step(*arguments))  # type: ignore[misc]
 

@@ -49,6 +49,7 @@ def cut_references(
         dp_replicate_size=copies,
         offload=None,
         verify_every=0,
+        spread_vocabulary=False,
     )
     tweaks = LossTweaks(ends_at_decoder=True)
     options = RunOptions(seed=options.seed, autocast_dtype=options.autocast_dtype, loss_tweaks=tweaks)

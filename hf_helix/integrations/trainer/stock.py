@@ -12,7 +12,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from hf_helix.config import HelixConfig
 from hf_helix.engine.cut.microbatches import LossScale
 from hf_helix.engine.engine import Engine
 from hf_helix.integrations.accelerate.plugin import HelixPlugin
+from hf_helix.models.graph.context import TokenLoss
 from hf_helix.runtime.failures.values import Health
 
 _BY_POSITION = ("model", "args")  # as in `Trainer(model, args)`
@@ -166,14 +167,31 @@ class StockTrainer:
 
     figures = False
 
-    def take_losses(self, trainer: Any, batches: Sequence[Any], found: Tensor) -> Tensor:
+    def token_loss(self, trainer: Any) -> TokenLoss | None:
+        """Returns a loss of log-probabilities in place of the model's own, if the class has one."""
+        return None
+
+    def settling(self, model: Any) -> AbstractContextManager[None]:
+        """Returns the context in which a model is cut."""
+        return nullcontext()
+
+    def prepare(self, trainer: Any, inputs: Any) -> Any:
+        """Returns a batch of a window on the device, for the cut model. Collective."""
+        return trainer._prepare_inputs(inputs)
+
+    def evaluated(self, trainer: Any) -> Any:
+        """Returns what the class's own code calls in an evaluation, in place of the cut model; None for the model."""
+        return None
+
+    def take_losses(self, trainer: Any, batches: Sequence[Any], found: Sequence[Tensor]) -> Tensor:
         """Returns the losses of micro-batches, and keeps further figures for the log, if any.
 
         Args:
             trainer: the trainer, with its model in the mode (training or evaluation) of these losses.
+            batches: from `prepare`.
             found: the outputs of the cut model for each micro-batch.
         """
-        return found
+        return torch.stack([*found])
 
     def batch_factor(self, num_parts: int, dp_size: float) -> float:
         """Returns the factor of a loss of a micro-batch as a whole, such as the loss of routers, before gradients are

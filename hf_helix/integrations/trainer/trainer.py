@@ -41,6 +41,7 @@ from hf_helix.integrations.trainer.elastic import check_epochs, following
 from hf_helix.integrations.trainer.evaluation import EvaluationHooks
 from hf_helix.integrations.trainer.hyperparameter_search import SearchHooks
 from hf_helix.integrations.trainer.model_card import write_card
+from hf_helix.integrations.trainer.preferences import planned_dpo
 from hf_helix.integrations.trainer.references import cut_fused_head, cut_references, num_layers_of
 from hf_helix.integrations.trainer.rollouts import check_rollouts, feed_rollouts
 from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall, put_aside, take_out
@@ -234,6 +235,8 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         """Cuts the model that a class hands to `Trainer.__init__`; one that its own code calls is cut when that code
         has made what else it needs of the whole model."""
         self._has_own_loss = has_own_loss(self, model, self._loss_function)
+        if self._has_own_loss:
+            self._stock = planned_dpo(self, model) or self._stock
         check_rollouts(self.args, model)
         if not self._has_own_loss:
             self._cut(model)
@@ -246,21 +249,23 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         """Keeps this rank's part of the model, in place and before anything moves to the device. Collective."""
         args = self.args
         before: Engine | None = self.helix if self._is_cut else None
-        self.helix = Engine(
-            model,
-            self.helix_config,
-            self._plugin.build_mesh(args.device),
-            self._run_options(),
-            USE_INSTEAD,
-        )
+        with self._stock.settling(model):
+            self.helix = Engine(
+                model,
+                self.helix_config,
+                self._plugin.build_mesh(args.device),
+                self._run_options(),
+                USE_INSTEAD,
+            )
         self._is_cut = True
         if before is not None:
             before.close()
         watch_steps(self.helix)
         self.accelerator.attach(self.helix, REFUSED)
         model._is_accelerate_prepared = True  # nothing is left to wrap
-        if self._has_own_loss:
+        if self.helix.ends_at_decoder:
             run_in_mixed_precision(model, self.accelerator)
+        if self._has_own_loss:
             cut_fused_head()
 
     def _run_options(self) -> RunOptions:
@@ -275,6 +280,8 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         )
 
     def _loss_tweaks(self, args: TrainingArguments) -> LossTweaks:
+        if (token_loss := self._stock.token_loss(self)) is not None:
+            return LossTweaks(token_loss=token_loss)
         if self._has_own_loss:
             return LossTweaks(neftune_alpha=args.neftune_noise_alpha, ends_at_decoder=True)
         return LossTweaks(args.label_smoothing_factor, args.neftune_noise_alpha, self._stock.figures)

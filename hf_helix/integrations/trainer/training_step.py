@@ -145,7 +145,7 @@ class WindowHooks(PreemptionHooks):
         if window is not None and self.helix.ends_at_decoder:
             self._say_tuning(self.helix.session.tune_calls(self._steps_left))
         elif window is not None:
-            ready, scale = window.prepared(self._prepare_inputs), self.loss_scale(num_items, self._num_parts)
+            ready, scale = window.prepared(self._prepare_batch), self.loss_scale(num_items, self._num_parts)
             self._say_tuning(self.helix.session.tune(ready, scale, self.state.global_step, self._steps_left))
         return samples, num_items
 
@@ -171,7 +171,7 @@ class WindowHooks(PreemptionHooks):
             scale = self._scale_of_one(inputs, num_items_in_batch)
             try:
                 # Inside of `train()`, `tune` does the same.
-                self.helix.session.settle_link(window.prepared(self._prepare_inputs), scale, self.state.global_step)
+                self.helix.session.settle_link(window.prepared(self._prepare_batch), scale, self.state.global_step)
                 return self._run_window(window, scale, is_compared=False)[0]
             finally:
                 self._window = None
@@ -229,6 +229,9 @@ class WindowHooks(PreemptionHooks):
         may_begin = self._may_begin(len(window.batches))
         return may_begin is None or number == len(window.batches) - 1 or may_begin(number)
 
+    def _prepare_batch(self, inputs: Any) -> Any:
+        return self._stock.prepare(self, inputs)
+
     def _run_window(self, window: FetchedWindow, scale: LossScale, is_compared: bool) -> Tensor:
         """Runs a window and returns the loss of every micro-batch. Collective.
 
@@ -239,11 +242,11 @@ class WindowHooks(PreemptionHooks):
         """
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers have a mode
-        ready = window.prepared(self._prepare_inputs)
+        ready = window.prepared(self._prepare_batch)
         step = self.state.global_step
         may_begin = self._may_begin(len(ready))
-        losses = torch.stack(self.helix.session.train_window(ready, scale, step, is_compared, may_begin))
-        losses = self._stock.take_losses(self, ready, losses)
+        found = self.helix.session.train_window(ready, scale, step, is_compared, may_begin)
+        losses = self._stock.take_losses(self, ready, found)
         # Without any label, the loss of every micro-batch is 0 / 0 as in the stock Trainer, and the gradient is zero.
         noted = losses if scale.tokens is None else losses.where(scale.tokens.isfinite(), 0.0)
         self._health.note_losses(noted, step + 1)

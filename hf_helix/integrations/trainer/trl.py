@@ -161,16 +161,17 @@ class StockSFTTrainer(StockTrainer):
         self._kept: dict[bool, list[Tensor]] = {True: [], False: []}
         self._tokens: Any = 0
 
-    def take_losses(self, trainer: Any, batches: Sequence[Any], found: Tensor) -> Tensor:
+    def take_losses(self, trainer: Any, batches: Sequence[Any], found: Sequence[Tensor]) -> Tensor:
         """Keeps entropy, right predictions, targets and tokens [micro-batches, 4], summed as SFTTrainer does, and the
         mean loss of routers, if any."""
+        values = torch.stack([*found])
         counts = torch.stack([torch.stack((count_targets(batch), _tokens_of(batch))) for batch in batches])
-        rows = torch.cat((found[:, 1:3], counts.to(found), found[:, 3:]), 1)[None]
+        rows = torch.cat((values[:, 1:3], counts.to(values), values[:, 3:]), 1)[None]
         of_ranks = trainer.accelerator.gather_for_metrics(rows)
         rows = torch.cat((of_ranks[..., :4].sum(0), of_ranks[..., 4:].mean(0)), 1)
         self._kept[trainer.model.training].append(rows)
         self._tokens += rows[:, 3].sum(dtype=torch.float64) if trainer.model.training else 0
-        return found[:, 0]
+        return values[:, 0]
 
     def batch_factor(self, num_parts: int, dp_size: float) -> float:
         """Returns the factor of the loss of routers: SFTTrainer averages it over micro-batches and ranks."""

@@ -67,8 +67,9 @@ class Balance:
         """
         for name, axis in (("tp", b.tp), ("cp", b.cp)):
             balance = b.replicate(f"{BALANCE}.{name}", balance, axis)
-        layers, weight, cp_size = self.num_layers, self.coefficient, b.cp.size
-        b.num_figures += b.num_figures > 0
+        given = None if b.loss_tweaks.token_loss is None else b.loss_tweaks.token_loss.router_coefficient
+        layers, weight, cp_size = self.num_layers, self.coefficient if given is None else given, b.cp.size
+        b.num_figures += b.loss_tweaks.lists_figures
 
         def add(loss: Tensor, sums: Tensor, counted_rows: Tensor, balance_scale: float) -> Tensor:
             shares = sums.sum(0) / (counted_rows * layers)

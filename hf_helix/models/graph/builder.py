@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, count
 from typing import Any
 
 from torch import Tensor, nn
 
-from hf_helix.models.graph.context import GEMM, LIGHT, TRANSFER, LossTweaks, ParallelContext
+from hf_helix.models.graph.context import GEMM, LIGHT, TRANSFER, LossTweaks, ParallelContext, TokenLoss
+from hf_helix.models.graph.token_loss import BATCH, NUM_FIGURES, SCALE, joined_statistics, token_loss
+from hf_helix.models.stock.batch_inputs import SequenceCut
 from hf_helix.models.stock.peft import Unwrapped, unwrap_peft
 from hf_helix.models.stock.stock_modules import is_rms_norm
 from hf_helix.operators.autograd_operator import Add, AutogradOperator, Dropout, SumOfParts, cast_for_matmul, compiled
@@ -78,7 +81,7 @@ class Builder:
         self.meters: list[RouterMeter] = []
         self.modules_run_as_is: list[nn.Module] = []
         self.logits: str | None = None
-        self.num_figures = 2 if self.loss_tweaks.figures else 0  # after the loss
+        self.num_figures = 2 if self.loss_tweaks.figures else 0  # after the loss and the figures of tokens
         self.shown: list[str] = []
         self._declared: list[Operator] = []
         self._tensor_operators: dict[str, TensorOperator] = {}
@@ -251,7 +254,8 @@ class Builder:
             meters=tuple(self.meters),
             modules_run_as_is=tuple(self.modules_run_as_is),
             logits=self.logits,
-            loss_shape=(1 + self.num_figures,) if self.num_figures else (),
+            loss_shape=(1 + self.num_figures,) if self.loss_tweaks.lists_figures else (),
+            token_figures=NUM_FIGURES if self.loss_tweaks.token_loss is not None else 0,
             ends_at_decoder=self.loss_tweaks.ends_at_decoder,
             above=self._above,
             unread=self._unread,
@@ -442,13 +446,23 @@ class Builder:
             vocab_size,
             self.loss_tweaks.label_smoothing,
             overwrites,
-            figures=self.loss_tweaks.figures,
+            self.loss_tweaks.wanted,
             wrap=self.compiled,
             head=head,
         )
         (value,) = self.declare(f"{name}.statistics", statistics, (logits,), relative_cost=GEMM)
         value = self.replicate(f"{name}.gather", value, self.tp)
+        if self.loss_tweaks.token_loss is not None:
+            return self._token_loss(name, value, self.loss_tweaks.token_loss, vocab_size)
         return self.autograd(name, cross_entropy, value, side=("targets", "loss_scale"))
+
+    def _token_loss(self, name: str, statistics: str, loss: TokenLoss, vocab_size: int) -> str:
+        """Adds a loss of log-probabilities from the statistics of every rank's logits."""
+        if self.cp.size > 1:
+            statistics = self.autograd(f"{name}.joined", joined_statistics, statistics)
+            statistics = self.replicate(f"{name}.gather.cp", statistics, self.cp)
+        function = partial(token_loss, loss=loss, length=vocab_size, cut=SequenceCut.of(self.tp, self.cp))
+        return self.autograd(name, function, statistics, side=(BATCH, SCALE), compiles=False)
 
     def _defer_head(self, logits: str) -> HeadInTiles | None:
         """Defers the linear of the head and a function after it to a loss in tiles, and returns both; None if
@@ -463,7 +477,8 @@ class Builder:
             if isinstance(operator, Linear):
                 if not operator.is_plain:
                     return None
-                head = HeadInTiles(operator.linears[0], operator.parameters, change, self.sharing.recomputes)
+                few = self.loss_tweaks.token_loss is not None  # as TRL's heads keep
+                head = HeadInTiles(operator.linears[0], operator.parameters, change, self.sharing.recomputes, few)
                 for name in chain:
                     self._tensor_operators[name] = Deferred(self._tensor_operators[name], head)
                 return head

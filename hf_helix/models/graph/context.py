@@ -1,14 +1,18 @@
 """The context of a model's declaration: the axes to cut the model over, and additions to its loss.
 
 In:   nothing; these are plain data.
-Out:  `ParallelContext`, `LossTweaks`, and rough times of operators for plans made without a profile.
+Out:  `ParallelContext`, `LossTweaks` with `TokenLoss`, and rough times of operators for plans made without a profile.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from hf_helix.operators.communication.transport import Axis
+from hf_helix.operators.vocabulary.log_probs import LogProbs, numbers_of
+from hf_helix.operators.vocabulary.statistics import FIGURES, LOSS
 
 GEMM = 4.0
 ATTENTION = 4.0
@@ -52,6 +56,22 @@ class ParallelContext:
 
 
 @dataclass(frozen=True)
+class TokenLoss:
+    """A loss of a micro-batch as a function of the log-probabilities of its tokens, see `models.graph.token_loss`.
+
+    Attributes:
+        function: returns the loss, a scalar, from log-probabilities and figures [rows, sequence - 1], which are 0
+            without a target, and the tensors of the batch.
+        outputs: the names of the figures wanted besides log-probabilities, see `LogProbs`; they have no gradient.
+        router_coefficient: the factor of the loss of routers; None for the model's own.
+    """
+
+    function: Callable[[LogProbs, Mapping[str, Tensor]], Tensor]
+    outputs: tuple[str, ...] = ()
+    router_coefficient: float | None = None
+
+
+@dataclass(frozen=True)
 class LossTweaks:
     """Additions of training arguments to the loss of every model; the stock Trainer adds them outside the model.
 
@@ -61,9 +81,23 @@ class LossTweaks:
         figures: whether entropy and accuracy are computed with the loss, see `cross_entropy`.
         ends_at_decoder: whether the last unit ends at the decoder's output, since the caller's own code computes the
             loss.
+        token_loss: a loss in place of the model's; None for the model's.
     """
 
     label_smoothing: float = 0.0
     neftune_alpha: float | None = None
     figures: bool = False
     ends_at_decoder: bool = False
+    token_loss: TokenLoss | None = None
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """The numbers of the statistics of logits that the loss and its figures need."""
+        if self.token_loss is not None:
+            return numbers_of(self.token_loss.outputs)
+        return FIGURES if self.figures else LOSS
+
+    @property
+    def lists_figures(self) -> bool:
+        """Whether figures follow the loss, in a vector."""
+        return self.figures or self.token_loss is not None

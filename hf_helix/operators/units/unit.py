@@ -40,6 +40,7 @@ class Unit:
             weights.
         logits: of the head, the input of the loss: the logits of the model's own forward.
         loss_shape: of the head's output: a scalar, or a loss followed by figures.
+        token_figures: how many further figures each token has, between the loss and these figures.
         ends_at_decoder: of the last unit, whether its output is the decoder's, and a caller computes losses.
         above: the parameters above the decoder, which only the caller's code reads.
         unread: the parameters that the model's code never reads: kept and saved, without a gradient.
@@ -54,6 +55,7 @@ class Unit:
     modules_run_as_is: Sequence[torch.nn.Module] = ()
     logits: str | None = None
     loss_shape: tuple[int, ...] = ()
+    token_figures: int = 0
     ends_at_decoder: bool = False
     above: Collection[torch.nn.Parameter] = ()
     unread: Collection[torch.nn.Parameter] = ()
@@ -144,6 +146,7 @@ class Unit:
             "modules_run_as_is": self.modules_run_as_is,
             "logits": self.logits,
             "loss_shape": self.loss_shape,
+            "token_figures": self.token_figures,
             "ends_at_decoder": self.ends_at_decoder,
         }
         return Unit.of(part, own, label=self.label, placements=placements, **kept)

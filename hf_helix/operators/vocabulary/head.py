@@ -8,7 +8,7 @@ The loss of a micro-batch with more logits on a rank than a limit (`HeadInTiles.
 linear of the head, and an element-wise function of its outputs, hand their input on to `TokenStatistics` (`Deferred`),
 which multiplies. Backward multiplies once more, a third more work in the head: with its knowledge in forward, a rank
 cannot make the gradient of the weights, which depends on the exponentials of other ranks. Forward alone, as in
-evaluation, has whole logits, which predictions read.
+evaluation, has whole logits, which predictions read; not so if few are kept (`keeps_few`).
 """
 
 import sys
@@ -112,6 +112,7 @@ class HeadInTiles:
         parameters: the parameters that the linear may read.
         change: the function, such as a softcap; None for none.
         recomputes: whether layers are recomputed.
+        keeps_few: whether no more logits than those of a tile are kept, also by forward alone.
     """
 
     def __init__(
@@ -120,15 +121,18 @@ class HeadInTiles:
         parameters: Tensors,
         change: Callable[[Tensor], Tensor | Tensors] | None,
         recomputes: bool = False,
+        keeps_few: bool = False,
     ) -> None:
         self._factor = 1 if recomputes else AT_MOST
+        self.keeps_few = keeps_few
         self.linear = linear
         self.parameters = parameters
         self._change = change
 
     def is_used(self, ctx: OperatorContext) -> bool:
-        """Returns whether a micro-batch with backward has too many logits to keep."""
-        return int(ctx.side["targets"].numel()) * len(self.linear.weight) > self._factor * WHOLE
+        """Returns whether a micro-batch has too many logits to keep, if forward keeps any."""
+        most = TOKENS * ROWS if self.keeps_few else self._factor * WHOLE
+        return int(ctx.side["targets"].numel()) * len(self.linear.weight) > most
 
     def parts(self) -> int:
         """Returns the number of parts of this rank's rows."""
@@ -201,7 +205,7 @@ class Deferred(TensorOperator):
         run, is_forward = self.operator.method_of(part), part in (Part.F, Part.R)
 
         def run_or_pass(ctx: OperatorContext, *tensors: Tensor) -> Tensors:
-            if self._head.is_used(ctx) and (ctx.saves_for_backward or not is_forward):
+            if self._head.is_used(ctx) and (self._head.keeps_few or ctx.saves_for_backward or not is_forward):
                 return () if part is Part.W else tensors[:1]
             return run(ctx, *tensors)
 

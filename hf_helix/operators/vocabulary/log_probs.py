@@ -9,7 +9,7 @@ numbers per token, and sum the gradient of the hidden states, in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,6 +39,11 @@ from hf_helix.operators.vocabulary.statistics import (
 _NUMBERS = {"entropy": WEIGHTED, "log_sum_sq_probs": SQUARED, "mean_logits": PLAIN, "is_top1": RIGHT}
 
 
+def numbers_of(outputs: Collection[str]) -> tuple[int, ...]:
+    """Returns the numbers of the statistics that log-probabilities and the figures of some names need."""
+    return *LOSS, *(number for name, number in _NUMBERS.items() if name in outputs)
+
+
 @dataclass(frozen=True)
 class HeadOptions:
     """How logits are made of the products of hidden states and head: `cap * tanh(product * scale / cap) / temperature`.
@@ -63,7 +68,7 @@ class HeadOptions:
     @property
     def wanted(self) -> tuple[int, ...]:
         """The numbers of the statistics that the outputs need."""
-        return *LOSS, *(number for name, number in _NUMBERS.items() if name in self.outputs)
+        return numbers_of(self.outputs)
 
     @property
     def _is_plain(self) -> bool:
@@ -101,6 +106,24 @@ class LogProbs(NamedTuple):
     is_top1: Tensor | None
 
 
+def log_probs_of(joined: Sequence[Tensor], length: int, wanted: Collection[str]) -> LogProbs:
+    """Returns log-probabilities and figures of some names from joined statistics.
+
+    Args:
+        joined: the statistics, each by itself [...], up to the last one needed, see `numbers_of`.
+        length: of the vocabulary.
+        wanted: the names of the figures.
+    """
+    known = [each.detach() for each in joined]
+    return LogProbs(
+        -losses(joined),
+        entropies(joined) if "entropy" in wanted else None,
+        known[SQUARED].log() - 2 * known[TOTAL].log() if "log_sum_sq_probs" in wanted else None,
+        known[PLAIN] / length if "mean_logits" in wanted else None,
+        known[RIGHT].bool() if "is_top1" in wanted else None,
+    )
+
+
 def vocab_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -126,14 +149,7 @@ def vocab_log_probs(
     numbers = [number for part in of_ranks for number in part.unbind(1)]
     with torch.autocast(hidden.device.type, enabled=False):
         joined = [each.view(targets.shape) for each in join_numbers(numbers)[0]]
-        known, wanted = [each.detach() for each in joined], options.outputs
-        return LogProbs(
-            -losses(joined),
-            entropies(joined) if "entropy" in wanted else None,
-            known[SQUARED].log() - 2 * known[TOTAL].log() if "log_sum_sq_probs" in wanted else None,
-            known[PLAIN] / length if "mean_logits" in wanted else None,
-            known[RIGHT].bool() if "is_top1" in wanted else None,
-        )
+        return log_probs_of(joined, length, options.outputs)
 
 
 class _Statistics(torch.autograd.Function):

@@ -6,7 +6,7 @@ Must hold: no rank ever holds the logits of the full vocabulary, and of its own 
 The loss is Transformers' ForCausalLMLoss, or its LabelSmoother, computed in fp32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import Tensor
 from hf_helix.operators.base import Computation, OperatorContext, Tensors
 from hf_helix.operators.vocabulary.head import HeadInTiles
 from hf_helix.operators.vocabulary.statistics import (
-    FIGURES,
     LOSS,
     RIGHT,
     entropies,
@@ -35,7 +34,7 @@ IGNORED = -100
 class TokenStatistics(Computation):
     """The statistics of a loss, from this rank's logits; see `hf_helix.operators.vocabulary.statistics`.
 
-    Side input `targets` [sequence, batch]; logits [sequence, batch, slice] to [1, 3 or 5, sequence, batch], gathered
+    Side input `targets` [sequence, batch]; logits [sequence, batch, slice] to [1, 3 to 7, sequence, batch], gathered
     along the first dimension. With a head in tiles (`hf_helix.operators.vocabulary.head`), a large micro-batch has
     hidden states [sequence, batch, hidden] in place of logits; backward returns their gradient, and adds to those of
     the head.
@@ -45,7 +44,7 @@ class TokenStatistics(Computation):
         num_rows: of the full vocabulary.
         smoothing: the part of a target for an even share over the vocabulary.
         overwrites: whether the gradient may overwrite the logits, which have no other reader.
-        figures: whether to compute statistics of entropy and accuracy.
+        wanted: the numbers of the statistics, of which the first three are always there.
         wrap: changes the functions that run, such as `compiled`.
         head: makes logits tile by tile; None for logits that are made before.
     """
@@ -56,7 +55,7 @@ class TokenStatistics(Computation):
         num_rows: int,
         smoothing: float = 0.0,
         overwrites: bool = False,
-        figures: bool = False,
+        wanted: Sequence[int] = LOSS,
         wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
         head: HeadInTiles | None = None,
     ) -> None:
@@ -64,7 +63,7 @@ class TokenStatistics(Computation):
         self.first_row = first_row
         self.overwrites = overwrites
         smoothed = {"smoothing": smoothing, "share": smoothing / num_rows}
-        self._statistics = partial(wrap(statistics), wanted=FIGURES if figures else LOSS, **smoothed)
+        self._statistics = partial(wrap(statistics), wanted=wanted, **smoothed)
         self._gradient = partial(wrap(gradient), **smoothed)
 
     @property
@@ -77,7 +76,7 @@ class TokenStatistics(Computation):
 
     def forward(self, ctx: OperatorContext, *inputs: Tensor) -> Tensors:
         (value,), ids = inputs, self._ids(ctx)
-        if (head := self._head(ctx)) is not None and ctx.saves_for_backward:
+        if (head := self._head(ctx)) is not None and (head.keeps_few or ctx.saves_for_backward):
             of = lambda products, ids: self._statistics(head.logits(ctx, products), ids)  # noqa: E731
             result, totals = statistics_of(head.tiles(ctx, value), ids, head.parts(), of)
         else:

@@ -91,7 +91,7 @@ def spread_units(
 
 
 def slice_buffers(
-    make_buffers: MakeBuffers, tp_size: int, figures: bool, dtype: torch.dtype
+    make_buffers: MakeBuffers, tp_size: int, count: int, dtype: torch.dtype
 ) -> Callable[[int], MakeBuffers]:
     """Returns a function from the number of a slice of the head to the buffers of its outputs: the input of the
     head [sequence / tp_size, batch, hidden], and the statistics of the slices so far.
@@ -99,14 +99,14 @@ def slice_buffers(
     Args:
         make_buffers: the buffers of a layer's outputs.
         tp_size: how many ranks share a slice.
-        figures: whether statistics of entropy and accuracy are among them.
+        count: how many statistics there are.
         dtype: of the input of the head.
     """
 
     def of_slice(number: int) -> MakeBuffers:
         def make(side: Mapping[str, Any]) -> tuple[Tensor, ...]:
             hidden, ids = make_buffers(side)[0], side["ids"]
-            shape = (1 + number) * tp_size, 5 if figures else 3, *ids.shape
+            shape = (1 + number) * tp_size, count, *ids.shape
             return hidden.to(dtype), torch.empty(shape, dtype=torch.float32, device=ids.device)
 
         return make

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,20 +10,25 @@ from support.marks import slow
 from support.sft_jobs import save_tokenizer
 from support.trl_jobs import ONLINE, TEACHERS, log_of, make, model
 
+from hf_helix.operators.vocabulary import head
 from hf_helix.runtime.divided import plain_parameters
 from hf_helix.runtime.runner import measured
 
 LOSSES = ["sigmoid", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "apo_zero", "apo_down"]
 REPEATED = {"repetition_penalty": 1.2, "entropy_coef": 0.01, "cast_lm_head_to_fp32": True}
-TP, PP, CP, SHARDS = {"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}, {"shard_parameters": True}
+TP, PP, CP, EP, SHARDS = {"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}, {"ep_size": 2}, {"shard_parameters": True}
+PLANNED = ("dpo", "synced")
 
 
 def follow(
     folder: str, tokenizer: str, helix: dict[str, Any] | None, kind: str, shares: bool, given: dict[str, Any]
 ) -> dict[str, Any]:
     """The log of a short run, how many passes overlapped, and this rank's part of a reference model; see `make`.
-    `resumes`: from a checkpoint of another run."""
+    `resumes`: from a checkpoint of another run; `tiles`: the head of the cut model makes its logits in small tiles."""
     given = dict(given)
+    if given.pop("tiles", False):
+        with patch.multiple(head, TOKENS=5, ROWS=7):
+            return follow(folder, tokenizer, helix, kind, shares, given)
     resumes = given.pop("resumes", False)
     common = {"folder": folder, "tokenizer": tokenizer, "helix": helix, "kind": kind, "shares": shares}
     if resumes:
@@ -30,8 +36,9 @@ def follow(
         given["model_seed"] = 3
     trainer = make(**common, given=given)
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resumes else None)
+    asks = getattr(trainer.model.config, "output_router_logits", None)
     if helix is None:
-        return {"log": log_of(trainer)}
+        return {"log": log_of(trainer), "asks": asks}
     reference, part = getattr(trainer, "ref_model", None) or getattr(trainer, "teacher_model", None), 0.0
     if "judge" in given:
         (reference,) = trainer.reward_funcs
@@ -39,8 +46,9 @@ def follow(
         full = sum(each.nbytes for each in reference.parameters())
         with plain_parameters():
             part = sum(each.untyped_storage().nbytes() for each in reference.parameters()) / full
-    fused = trainer.helix.session.called_decoder.deferred_backward.num_fused
-    return {"log": log_of(trainer), "fused": fused, "part": part, "measured": str(trainer.tuning or "")}
+    decoder = trainer.helix.session.called_decoder
+    fused = "planned" if decoder is None else decoder.deferred_backward.num_fused
+    return {"log": log_of(trainer), "fused": fused, "part": part, "measured": str(trainer.tuning or ""), "asks": asks}
 
 
 @pytest.mark.parametrize(
@@ -51,6 +59,14 @@ def follow(
         slow("dpo", SHARDS, {}),
         slow("dpo", PP, {"lora": True}),
         slow("dpo", TP, {"family": "Mixtral"}),
+        slow("dpo", PP, {"family": "Mixtral", "router_aux_loss_coef": 0.3}),
+        slow("dpo", EP, {"family": "Mixtral", "router_aux_loss_coef": 0.0}),
+        slow("dpo", {**PP, "spread_vocabulary": True}, {}),
+        slow("dpo", TP, {"disable_dropout": False}),
+        slow("dpo", TP, {"doubles": "compute_loss"}),
+        slow("dpo", TP, {"doubles": "training_step"}),
+        slow("dpo", {**PP, "spread_vocabulary": True}, {"tiles": True}),
+        slow("dpo", TP, {"tiles": True, "use_weighting": True, "lora": True}),
         slow("dpo", TP, {"family": "Mixtral", "lora": True}),
         slow("dpo", TP, {"bf16": True}),
         slow("dpo", PP, {"resumes": True}),
@@ -85,19 +101,23 @@ def test_as_the_stock_trainer(
     if "saved" in given:
         model("Llama", 0).to(torch.bfloat16).save_pretrained(tmp_path / "model")
         given = {**given, "saved": str(tmp_path / "model")}
-    job = {"tokenizer": str(tmp_path / "words"), "kind": kind, "shares": helix == SHARDS, "given": given}
+    job = {"tokenizer": str(tmp_path / "words"), "kind": kind, "shares": helix in (SHARDS, EP), "given": given}
     wanted = follow(str(tmp_path / "stock"), helix=None, **job)
-    assert ("aux_loss" in wanted["log"][0]) == ("family" in given and kind != "reward")
+    has_routers = "family" in given and kind != "reward" and given.get("router_aux_loss_coef") != 0.0
+    assert ("aux_loss" in wanted["log"][0]) == has_routers
     # Rewards are differences of log-probabilities of about 20, of which this is one millionth.
     close = {"rel": 2e-2, "abs": 4e-3} if "bf16" in given else {"rel": 1e-4, "abs": 2e-5}
     for result in cluster_of(2).run(follow, folder=str(tmp_path / "helix"), helix=helix, **job):
         for found, stock in zip(result["log"], wanted["log"], strict=True):
-            if helix == SHARDS:
+            if helix in (SHARDS, EP):
                 stock.pop("total_flos", None), found.pop("total_flos", None)  # smaller batches are padded less
             assert found == pytest.approx(stock, **close)
         # Of another model, a rank holds as much as of the trained one, unless nothing can cut it.
-        assert (result["part"] < 0.8) == (helix != CP and given.get("judge") != "Bert")
-        if kind not in TEACHERS and not given.keys() & {"resumes", "precompute_ref_log_probs", "judge"}:
+        assert (result["part"] < 0.8) == (helix not in (CP, EP) and given.get("judge") != "Bert")
+        assert result["asks"] == wanted["asks"]
+        is_planned = kind in PLANNED and not given.keys() & {"disable_dropout", "doubles"}
+        assert (result["fused"] == "planned") == is_planned
+        if kind not in TEACHERS and not is_planned and not given.keys() & {"resumes", "judge"}:
             assert result["fused"] == (8 if kind in ONLINE else 6)
 
 
@@ -105,7 +125,7 @@ def test_calls_that_may_ask_for_routers_are_run_for_measurements(tmp_path: Path)
     """As tuning does between windows, without a gradient of the routers' logits."""
     save_tokenizer(tmp_path / "words")
     given = {"family": "Mixtral", "max_steps": 1, "eval_strategy": "no"}
-    trainer = make(str(tmp_path), str(tmp_path / "words"), {}, "dpo", False, given)
+    trainer = make(str(tmp_path), str(tmp_path / "words"), {}, "dpo", False, {**given, "disable_dropout": False})
     trainer.train()
     helix = trainer.helix
     with measured(helix.runner):

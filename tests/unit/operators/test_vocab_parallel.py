@@ -16,7 +16,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from hf_helix.operators.base import OperatorContext, explicit_gradients
 from hf_helix.operators.vocabulary.lookup import embedding
 from hf_helix.operators.vocabulary.loss import IGNORED, TokenStatistics, cross_entropy
-from hf_helix.operators.vocabulary.statistics import CHUNK
+from hf_helix.operators.vocabulary.statistics import CHUNK, FIGURES
 from hf_helix.planning.parameters import cut_bounds
 
 SIZES = [1, 2, 3, 5]
@@ -81,7 +81,7 @@ def test_entropy_and_accuracy(size: int, chunk: int, monkeypatch: pytest.MonkeyP
     targets = functional.pad(labels[:, 1:], (0, 1), value=IGNORED).t().contiguous()
     pieces = []
     for first, last in (cut_bounds(VOCABULARY, size, rank) for rank in range(size)):
-        statistics = TokenStatistics(first, VOCABULARY, smoothing=0.1, figures=True)
+        statistics = TokenStatistics(first, VOCABULARY, smoothing=0.1, wanted=FIGURES)
         pieces += statistics.forward(
             OperatorContext({"targets": targets}, 0, False), logits.transpose(0, 1)[..., first:last]
         )

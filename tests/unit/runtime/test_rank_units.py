@@ -75,7 +75,7 @@ def test_slices_of_the_vocabulary_are_stages(tied: bool) -> None:
         units = Llama().units(model, ParallelContext(vocabulary=axis))
         table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         sliced = spread_units(units, table, head, torch.float32, rank, 3)
-        buffers = slice_buffers(torch.empty_like, 1, False, torch.float32)
+        buffers = slice_buffers(torch.empty_like, 1, 3, torch.float32)
         of_ranks.append(place_units(sliced, FakePipe(rank, 3), torch.empty_like, SPREAD, of_slice=buffers))
         assert [p for p in of_ranks[-1].own_rows if p is table or p is head] == ([head] if tied else [table, head])
         assert len(of_ranks[-1].model_rows) == len(list(model.parameters()))
