@@ -81,12 +81,6 @@ def census() -> str:
     return "\n".join(lines)
 
 
-def census_number() -> str:
-    """How many classes are proven, for the first page, whose links are absolute."""
-    page = "https://github.com/hf-helix/hf_helix/blob/main/docs/models.md"
-    return f"**{headline(read_census())}**: [which, and why not the others]({page})."
-
-
 NATIVE = DOCS.parent / "benchmarks" / "results" / "native-census.json"
 LOSS, GRADIENT = 1e-5, 1e-4  # relative differences up to which a value is right
 
@@ -137,7 +131,7 @@ def _difference(value: float, limit: float) -> str:
     return "right" if value <= limit else f"**off {value:.0e}**"
 
 
-def native_number() -> str:
+def _native_number(page: str) -> str:
     """How many classes train right under Transformers' own tensor parallelism, and here."""
     found, ours = json.loads(NATIVE.read_text())["native"]["classes"], read_census().classes
     cells = {name: cells for name, each in found.items() if (cells := _native_cells(each))[0] != "not run"}
@@ -150,8 +144,14 @@ def native_number() -> str:
     return (
         f"Of the {len(cells)} causal-LM classes that Transformers cuts by a plan of its own, {once} train right there "
         f"with one micro-batch and {twice} with two; {proven} are proven here, always with several: "
-        f"[class by class]({page})."
+        f"[class by class]({page}#tensor-parallelism-of-transformers-and-deepspeed)."
     )
+
+
+def census_number() -> str:
+    """How many classes are proven, and how many train right under Transformers' own tensor parallelism, for the first page, whose links are absolute."""
+    page = "https://github.com/hf-helix/hf_helix/blob/main/docs/models.md"
+    return f"**{headline(read_census())}**: [which, and why not the others]({page}). {_native_number(page)}"
 
 
 def versions() -> str:
@@ -248,7 +248,6 @@ BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
     "published": ("doctor.md", published),
     "census number": ("../README.md", census_number),
     "native": ("models.md", native),
-    "native number": ("../README.md", native_number),
 }
 
 
