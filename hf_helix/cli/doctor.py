@@ -314,14 +314,14 @@ class DoctorCommand(OnCluster):
 
         offload = self.offload if self.offload in OFFLOADS else None
         share = simulated.image_share(self.sequence_length)
-        work = f"simulating layouts{f', offload {offload}' if offload else ''}"
+        how = f", offload {offload}" if offload else ""
         with progress_bar() as progress:
             return Search(
                 simulated,
                 cluster,
                 tokens,
                 self.case_of(Sizes(), offload=offload, image_share=share),
-                progress=lambda done: progress(work, done),
+                progress=lambda stage, done: progress(f"{stage}{how}", done),
                 workers=usable_cores(),
                 leading=leading,
                 layout=self.layout,

@@ -28,7 +28,7 @@ from hf_helix.engine.synthetic import model_on_meta
 from hf_helix.models.derived.family import Family
 from hf_helix.models.derived.towers import IMAGES
 from hf_helix.models.graph.experts import is_experts
-from hf_helix.models.registry import family_for, family_of
+from hf_helix.models.registry import family_for, family_of, settled
 from hf_helix.models.stock.peft import base_of
 from hf_helix.operators.experts.moe import assuming
 from hf_helix.operators.parameters.parts import cut_tensor
@@ -94,10 +94,12 @@ class Counter:
             crossing: the axes between nodes.
         """
         sizes = case.sizes
-        family_for(self.base, sizes.tp)
-        kinds = self.kinds(bool(case.config.layers_per_stage))
-        run = TYPES[case.dtype], backend, kinds, sizes.dp, images, crossing
-        with assuming(case.imbalance), whole_logits() if case.whole_logits else nullcontext():
+        if self._kinds is None:
+            family_of(self.base)
+        with settled(self.base), assuming(case.imbalance), whole_logits() if case.whole_logits else nullcontext():
+            family_for(self.base, sizes.tp)
+            kinds = self.kinds(bool(case.config.layers_per_stage))
+            run = TYPES[case.dtype], backend, kinds, sizes.dp, images, crossing
             return amounts_of(self.model, case.counted, case.batch, case.length, *run)
 
     def kinds(self, halved: bool = False) -> Kinds:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import math
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 from hf_helix.config import AUTO, OFFLOAD, RECOMPUTE, REDUCE_GRADIENTS
+from hf_helix.doctor.amounts.larger import larger_amounts
 from hf_helix.doctor.case import Case
 from hf_helix.doctor.estimate import estimate_profile
 from hf_helix.doctor.memory import needs_text
@@ -35,14 +36,18 @@ from hf_helix.doctor.step import (
     simulate_step,
     usual_counts,
 )
-from hf_helix.doctor.window import Fidelity, possible_names
+from hf_helix.doctor.window import Fidelity, WindowTime, possible_names
+from hf_helix.measure.progress import StageProgress
 from hf_helix.planning.choice.memory import Peak
 from hf_helix.planning.choice.scheduler import Scheduler
+from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.schedule.named import FOLDED, NAMED_SCHEDULES
 from hf_helix.planning.schedule.placement import split_layers, stage_ranks
 from hf_helix.planning.timing.cluster import Cluster, divisors
 from hf_helix.planning.timing.sizes import Sizes, is_named
 from hf_helix.planning.window.layout import named_operators
+
+T = TypeVar("T")
 
 BATCHES = (1, 2, 4, 8)  # candidates for the sequences in a micro-batch
 SHORTEST_PART = 1024
@@ -55,7 +60,15 @@ ONE_STRAND = "sequential"
 CLOSE = 0.05  # of a step: predictions nearer to each other are too close to tell which is faster
 HEADROOM = 0.05  # of a device's memory: the error of a prediction
 
-SEARCHING = 0.8  # progress after the search at `Fidelity.QUICK`
+WITHOUT_ROOM = 0.5  # of the speed of layouts whose full weights do not fit: they are looked at last
+
+FEW_LAYOUTS = 24
+"""So few layouts, as of a dense model on 8 devices, are searched in one process: two do not share what they count, find
+fewer layouts slower than known ones, and took more CPU seconds: 20.9 for 17.0 on a loaded machine."""
+
+COUNTING, SIMULATING = "counting layouts", "simulating layouts"
+TIMING, DETAILS = "timing the fastest layouts", "looking at waits of the fastest layouts"
+"""The stages of a search."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +163,7 @@ class Search:
     # the options of all cases, without any that saves memory; sizes and micro-batches are searched. The plan is of two
     # strands; one strand is tried if two hide nothing or lack memory
     usual: Case
-    progress: Callable[[float], object] | None = None
+    progress: StageProgress | None = None
     workers: int = 1  # number of processes; 1 for no further process
     leading: int = 0  # number of leading steps predicted at higher fidelity, besides plain data parallelism
     layout: str = ""  # the name of a further layout to predict at higher fidelity
@@ -169,32 +182,50 @@ class Search:
 
     def _found(self) -> Ranking:
         candidates = list(layouts(self.cluster, self.model.experts > 1))
-        cuts: dict[tuple[int, ...], list[Sizes]] = {}
-        for sizes in candidates:  # amounts are counted once for each of these cuts
-            cuts.setdefault((sizes.tp, sizes.cp, sizes.ep), []).append(sizes)
-        found: list[Step | Dropped] = []
-        rivals: list[RivalStep] = []
         self._leaders = Leaders(self.wanted) if self.wanted else None
         # The earlier fast layouts are known, the fewer windows of others are predicted.
-        ordered = sorted(cuts.values(), key=lambda mine: self._bound(mine[0]), reverse=True)
-        for place, (best, others) in enumerate(in_processes(self._best_of_cut, ordered, self.workers), 1):
-            found += best
-            rivals += others
-            if self.progress is not None:
-                self.progress(SEARCHING * place / len(cuts))
-        steps, unfit = self._with_leading([each for each in found if isinstance(each, Step)])
-        dropped = [*unfit, *(each for each in found if isinstance(each, Dropped))]
+        counted = self._told(COUNTING, map(self._promise, candidates), len(candidates))
+        promises = dict(zip(candidates, counted, strict=True))
+        ordered = sorted(candidates, key=promises.__getitem__, reverse=True)
+        pieces = [*ordered, *(RIVALS if Sizes(dp=self.cluster.devices) in ordered and self.cluster.devices > 1 else ())]
+        made = [*self._told(SIMULATING, self._in_processes(self._answered, pieces), len(pieces))]
+        steps, unfit = self._with_leading([each for each in made if isinstance(each, Step)])
+        dropped = [*unfit, *(each for each in made if isinstance(each, Dropped))]
+        rivals = [each for each in made if isinstance(each, RivalStep)]
         return Ranking(steps, sorted(dropped, key=lambda each: candidates.index(each.case.sizes)), rivals)
 
-    def _bound(self, sizes: Sizes) -> float:
-        """Returns the most tokens a second of parallel sizes with the smallest micro-batches; 0 if a model is not cut
-        to them."""
+    def _in_processes(self, work: Callable[[Any], T], pieces: Sequence[Any]) -> Iterator[T]:
+        """Yields the results of `work` for each piece, found in several processes if there are many layouts."""
+        several = len(list(layouts(self.cluster, self.model.experts > 1))) > FEW_LAYOUTS
+        return in_processes(work, pieces, self.workers if several else 1)
+
+    def _told(self, stage: str, results: Iterable[T], count: int) -> Iterator[T]:
+        """Yields the results of a stage, and tells the progress after each."""
+        if self.progress is not None and count:
+            self.progress(stage, 0.0)
+        for place, each in enumerate(results, 1):
+            if self.progress is not None:
+                self.progress(stage, place / count)
+            yield each
+
+    def _answered(self, piece: Sizes | str) -> Step | Dropped | RivalStep | None:
+        """Returns the best of some parallel sizes, or a rival by name."""
+        return self.rival(piece) if isinstance(piece, str) else self._best(piece)
+
+    def _promise(self, sizes: Sizes) -> float:
+        """Returns about the most tokens a second of parallel sizes with the smallest micro-batches, as much recomputed
+        as fits; 0 if a model is not cut to them."""
         case = self.usual.changed(sizes, batch=self.batches[0])
         try:
             check_sizes(sizes, case.length, self.model.layers, self.model.experts, case.config.schedule)
-            return bound_step(self.model.amounts(case), case, self.cluster).tokens_per_second
+            case = replace(case, microbatches=self._microbatches(sizes, case.batch))
+            most = self._most(case)
         except ValueError:
             return 0.0
+        try:
+            return min(most, self._most(self._fitting(case, None)[0]))
+        except ValueError:  # may fit with sharded weights
+            return WITHOUT_ROOM * most
 
     def _with_leading(self, steps: Sequence[Step]) -> tuple[list[Step], list[Dropped]]:
         """Returns the steps, the fastest first, and the layouts that turn out not to fit.
@@ -211,9 +242,8 @@ class Search:
             quick = {step.case: step for step in leading if step.fidelity in (Fidelity.BOUND, Fidelity.QUICK)}
             if not quick:
                 return self._with_details(steps, leading), unfit
-            if self.progress is not None:
-                self.progress(1 - (1 - SEARCHING) * min(1.0, (1 + len(quick)) / (2 + self.leading)))
-            made = dict(zip(quick, in_processes(self._exact, list(quick.values()), self.workers), strict=True))
+            exact = self._in_processes(self._exact, list(quick.values()))
+            made = dict(zip(quick, self._told(TIMING, exact, len(quick)), strict=True))
             unfit += [each for each in made.values() if isinstance(each, Dropped)]
             looked_at = [made.get(step.case, step) for step in steps]
             steps = [each for each in looked_at if isinstance(each, Step)]
@@ -221,7 +251,8 @@ class Search:
     def _with_details(self, steps: Sequence[Step], shown: Sequence[Step]) -> list[Step]:
         """Returns the steps, of which those that are shown have exposed communication, bubble and waits."""
         timed = {step.case: step for step in shown if step.fidelity is Fidelity.TIMED}
-        made = dict(zip(timed, in_processes(self._detailed, list(timed.values()), self.workers), strict=True))
+        detailed = self._in_processes(self._detailed, list(timed.values()))
+        made = dict(zip(timed, self._told(DETAILS, detailed, len(timed)), strict=True))
         return [replace(made.get(step.case, step), planned=None) for step in steps]
 
     def _detailed(self, timed: Step) -> Step:
@@ -256,9 +287,9 @@ class Search:
             found = self._with_unsharded_optimizer(found)
             case = found.case
             cut = self._with_cut_layers(found)
-            if cut is not None and cut.tokens_per_second > found.tokens_per_second:
+            if cut is not None and cut.tokens_per_second > min(found.tokens_per_second, self._most(case)):
                 return cut
-            step = self._simulated(case, Fidelity.TIMED)
+            step = self._simulated(case, Fidelity.TIMED, found.planned)
             if step.memory.total <= budget:
                 return step if cut is None else max(step, cut, key=lambda each: each.tokens_per_second)
             needed, seemed = step.memory.total, self._memory(case)
@@ -269,12 +300,6 @@ class Search:
             if isinstance(other, Dropped) or other.case == case:
                 return Dropped(case, needs_text(needed, budget))
             found = other
-
-    def _best_of_cut(self, candidates: Sequence[Sizes]) -> tuple[list[Step | Dropped], list[RivalStep]]:
-        """Returns the best of some layouts, and the rivals if plain data parallelism is among them."""
-        rivals = RIVALS if Sizes(dp=self.cluster.devices) in candidates and self.cluster.devices > 1 else ()
-        found = (self.rival(name) for name in rivals)
-        return [self._best(sizes) for sizes in candidates], [each for each in found if each is not None]
 
     def _best(self, sizes: Sizes) -> Step | Dropped:
         """Returns the fastest fitting case of some parallel sizes, or the reason for none.
@@ -311,7 +336,7 @@ class Search:
         if plan == ONE_STRAND or not (sends_in_windows(sizes) or shard_parameters):
             return self._fastest(sizes, ONE_STRAND, other, shard_parameters)
         two = self._fastest(sizes, plan, other, shard_parameters)
-        if isinstance(two.best, Step) and two.best.case.recompute == "none":
+        if isinstance(two.best, Step) and (two.best.case.recompute == "none" or self._leads_never(two.best.case)):
             return two
         one = self._fastest(sizes, ONE_STRAND, two.best if isinstance(two.best, Step) else other, shard_parameters)
         if isinstance(one.best, Dropped):
@@ -351,6 +376,8 @@ class Search:
             if isinstance(other, Step) and self._gather_seconds(case) * other.tokens_per_second > case.tokens:
                 last = last or Dropped(case, "its weights take longer to gather than another way takes in all")
                 continue
+            if best is not None and self._is_slower(case, best):
+                break
             try:
                 cases = self._with_slices(self._fitting(case, best.case if best is not None else None))
             except ValueError as error:  # larger micro-batches need more memory
@@ -364,13 +391,32 @@ class Search:
         if best is None:
             assert last is not None
             return _Found(last, False)
-        return _Found(best, best.case.recompute != "none")
+        return _Found(best, best.case.recompute != "none" and not self._leads_never(best.case))
+
+    def _is_slower(self, case: Case, best: Step) -> bool:
+        """Returns whether a case cannot be faster than `best`, a case of smaller micro-batches that recompute no more,
+        or cannot be among the leading steps; without counting it."""
+        return self._ceiling(best.case, case.batch) <= max(self._least_of_leading(case), best.tokens_per_second)
+
+    def _leads_never(self, case: Case) -> bool:
+        """Returns whether no micro-batches of a case's sizes are among the leading steps, whatever they recompute."""
+        least = replace(case, batch=self.batches[0]).changed(recompute="none", spread_vocabulary=False)
+        return self._ceiling(least, self.batches[-1]) <= self._least_of_leading(case)
+
+    def _ceiling(self, case: Case, batch: int) -> float:
+        """Returns the most tokens a second of a case with larger micro-batches, by its own amounts."""
+        amounts = larger_amounts(self.model.amounts(case), batch / case.batch)
+        return bound_step(amounts, replace(case, batch=batch), self.cluster).tokens_per_second
+
+    def _least_of_leading(self, case: Case) -> float:
+        """Returns the speed below which a case is not among the leading steps; 0 if it is shown all the same."""
+        is_shown = is_plain(case) or self._is_asked(case.sizes)
+        return 0.0 if self._leaders is None or is_shown else self._leaders.least
 
     def _quick(self, case: Case, best: Step | None) -> Step:
         """Returns the step of a case at `Fidelity.QUICK`; at `Fidelity.BOUND` if the case cannot be faster than `best`,
         the best so far of its sizes, or cannot be among the leading steps."""
-        amounts, is_shown = self.model.amounts(case), is_plain(case) or self._is_asked(case.sizes)
-        leading = 0.0 if self._leaders is None or is_shown else self._leaders.least
+        amounts, leading = self.model.amounts(case), self._least_of_leading(case)
         mine = 0.0 if best is None else best.tokens_per_second
         for least, split in ((max(leading, mine), False), (mine, True)):
             bound = bound_step(amounts, case, self.cluster, split)
@@ -378,11 +424,15 @@ class Search:
                 return bound
         return self._simulated(case, Fidelity.QUICK)
 
-    def _simulated(self, case: Case, fidelity: Fidelity) -> Step:
-        return simulate_step(self.model.amounts(case), case, self.cluster, fidelity, self.model.of_window(case))
+    def _simulated(self, case: Case, fidelity: Fidelity, known: tuple[Plan, WindowTime] | None = None) -> Step:
+        return simulate_step(self.model.amounts(case), case, self.cluster, fidelity, self.model.of_window(case), known)
 
     def _is_asked(self, sizes: Sizes) -> bool:
         return is_named(sizes, self.layout)
+
+    def _most(self, case: Case) -> float:
+        """Returns the most tokens a second of a case with layers on the stages as they are."""
+        return bound_step(self.model.of_window(case), case, self.cluster, split=True).tokens_per_second
 
     def _with_unsharded_optimizer(self, step: Step) -> Step:
         """Returns the step without `shard_optimizer` if it fits and is faster, else the given step."""
@@ -447,10 +497,7 @@ class Search:
             # No rival drops rows; those with states on the host have formulas of their own.
             case = case.changed(sizes, plan=ONE_STRAND, expert_capacity_factor=None, offload=None)
             try:
-                made = [
-                    simulate_rival(name, self.model.amounts(way), way, self.cluster, *options)
-                    for way, *options in rival_cases(name, case, self.cluster, modes)
-                ]
+                made = [*self._rival_ways(name, case, modes)]
             except ValueError:
                 break  # the model cannot be cut, as its layouts say
             fitting = [each for each in made if each.step.memory.total <= self.cluster.device.memory]
@@ -460,8 +507,19 @@ class Search:
             if best is not None and fastest.step.tokens_per_second <= best.step.tokens_per_second:
                 break
             best = fastest
-            modes = [mode for mode in modes if any(each.step.case.recompute == mode for each in fitting)]
+            modes = [mode for mode in modes if _may_fit(mode, made, fitting)]
         return best
+
+    def _rival_ways(self, name: str, case: Case, modes: Sequence[str]) -> Iterator[RivalStep]:
+        """Yields the ways of a rival; with more recomputation only those that do not fit with less, which is faster."""
+        fit: set[tuple[object, ...]] = set()
+        for way, *options in rival_cases(name, case, self.cluster, modes):
+            if (way.software, *options) in fit:
+                continue
+            made = simulate_rival(name, self.model.amounts(way), way, self.cluster, *options)
+            if made.step.memory.total <= self.cluster.device.memory:
+                fit.add((way.software, *options))
+            yield made
 
     def _fitting(self, case: Case, smaller: Case | None) -> list[Case]:
         """Returns the cases with the least recomputation that fit, with `shard_optimizer` if possible; `smaller` is a
@@ -521,6 +579,12 @@ class Search:
         if whole not in self._peaks:
             self._peaks[whole] = peaks_of_case(amounts, case, layout)
         return memory_of_case(amounts, case, layout, self._peaks[whole]).total
+
+
+def _may_fit(mode: str, made: Sequence[RivalStep], fitting: Sequence[RivalStep]) -> bool:
+    """Returns whether larger micro-batches may fit with a mode of recomputation: it fits, or was not needed."""
+    tried, fits = ([each for each in ways if each.step.case.recompute == mode] for ways in (made, fitting))
+    return bool(fits) or not tried
 
 
 def shared_samples(wanted: int, devices: Sequence[int]) -> int:

@@ -191,7 +191,17 @@ def memory_of_window(
 def peaks_of_window(amounts: Amounts, layout: Layout, drawn: Drawing, host_runs_ahead: bool) -> list[Peak]:
     """Returns the peak memory of each rank, see `memory_of_window`."""
     by_rank = (memory for _, memory in memory_of_window(amounts, layout, drawn, host_runs_ahead))
-    return [max(memory, key=lambda peak: peak.total, default=Peak()) for memory in by_rank]
+    return [_largest(memory) for memory in by_rank]
+
+
+def peaks_of_programs(amounts: Amounts, layout: Layout, programs: Sequence[Sequence[Instruction]]) -> list[Peak]:
+    """Returns the peak memory of each rank on devices whose host runs ahead, where the times of instructions do not
+    matter; `programs` are the instructions of each rank."""
+    return [_largest(memory_of_program(amounts, layout, mine, held_until_waited(mine))) for mine in programs]
+
+
+def _largest(memory: Iterator[Peak]) -> Peak:
+    return max(memory, key=lambda peak: peak.total, default=Peak())
 
 
 def _spans_of_values(amounts: Amounts, layout: Layout, program: Sequence[Instruction], held: Held) -> Iterator[Span]:

@@ -14,11 +14,13 @@ from hf_helix.doctor.amounts.records import GRADIENT, PARAMETER, Amounts
 from hf_helix.doctor.case import ELEMENT, Case, Software
 from hf_helix.doctor.estimate import estimate_profile
 from hf_helix.doctor.memory import (
+    COLLECTIVE,
     Drawing,
     Memory,
     full_gradients,
     held_weights,
     memory_of,
+    peaks_of_programs,
     peaks_of_schedules,
     peaks_of_window,
 )
@@ -29,13 +31,14 @@ from hf_helix.planning.graph.backward import slice_names
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.predict import predict
+from hf_helix.planning.plan.program import free_values
 from hf_helix.planning.rules.registry import runs_one_strand
 from hf_helix.planning.schedule.actions import Slot
 from hf_helix.planning.schedule.placement import FRONT, REAR, count_layers, half_name, ranges_of
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.timing.sizes import FULL_GRADIENTS, Sizes
-from hf_helix.planning.window.layout import Layout, named_operators, staged_layout
+from hf_helix.planning.window.layout import Layout, Name, named_operators, staged_layout
 
 OPTIMIZER_BYTES = 32
 """Bytes moved by the optimizer per element: gradient, weight and two states read, weight and states written, the
@@ -71,7 +74,7 @@ class Step:
     drawn: Drawing | None = field(default=None, repr=False)
     # bytes of a node's host: weights, states and gradients, and inputs of layers; 0 if these are on devices
     host: float = 0.0
-    # the plan of the window, and its seconds, for its details; None at `Fidelity.QUICK`
+    # the plan of the window, and its seconds, for more of it; None if not of all layers
     planned: tuple[Plan, WindowTime] | None = field(default=None, repr=False)
 
     @property
@@ -231,6 +234,10 @@ def _peaks_of_programs(
     if drawn is None:
         count = min(case.microbatches, 2 * case.sizes.pp + 2)
         schedule = schedule_of(clock.named, case.sizes.pp, count, case.config.spread_vocabulary)
+        if cluster.device.host_runs_ahead:
+            ordered = planned.plan.issue(schedule, planned.profile.layout)
+            programs = [free_values(ordered.program(rank)) for rank in range(case.sizes.pp)]
+            return peaks_of_programs(amounts, planned.profile.layout, programs)
         predicted = predict(planned.plan, planned.profile, schedule, timeline=True)
         drawn = predicted.instructions, predicted.timeline
     return peaks_of_window(amounts, planned.profile.layout, drawn, cluster.device.host_runs_ahead)
@@ -242,6 +249,7 @@ def simulate_step(
     cluster: Cluster,
     fidelity: Fidelity = Fidelity.DRAWN,
     of_window: Amounts | None = None,
+    known: tuple[Plan, WindowTime] | None = None,
 ) -> Step:
     """Returns the optimizer step of a case.
 
@@ -251,20 +259,26 @@ def simulate_step(
         cluster: the cluster.
         fidelity: how much of the window is predicted.
         of_window: coarse amounts for the time of the whole window; None for `amounts`.
+        known: the plan and the window of all layers, if a search has found it.
 
     Raises:
         ValueError: the layout cannot be built.
     """
-    of_window = amounts if of_window is None or fidelity is Fidelity.QUICK else of_window
+    of_window = amounts if of_window is None else of_window
     profile = profile_of(of_window, case, cluster)
     limit = memory_limit(of_window, case, profile.layout, cluster.device.memory)
-    clock = WindowClock(profile, of_window, case, cluster, fidelity, limit)
+    is_coarse = of_window is not amounts
+    clock = WindowClock(profile, of_window, case, cluster, fidelity, limit, is_coarse=is_coarse, known=known)
     return _step(amounts, case, cluster, profile, clock)
 
 
 def bound_step(amounts: Amounts, case: Case, cluster: Cluster, split: bool = False) -> Step:
-    """Returns a step of `Fidelity.BOUND`: no plan of the case is faster. A window takes as long as a rank computes; the
-    memory of the step is not counted.
+    """Returns a step of `Fidelity.BOUND`: no plan of the case is faster. A window takes as long as a rank computes,
+    slowed down by its collectives of one kind, or as long as these take one after the other; the memory of the step is
+    not counted.
+
+    Example: computation takes 1.3 times as long while a collective runs, and the collective 1.2 times. Hidden, a
+    collective of 1 ms takes 1.2 ms, in which 0.92 ms are computed, so it adds 0.28 ms.
 
     Args:
         amounts: the amounts of a rank of this case.
@@ -274,13 +288,30 @@ def bound_step(amounts: Amounts, case: Case, cluster: Cluster, split: bool = Fal
             mean rank counts, and no split is faster.
     """
     profile = profile_of(amounts, case, cluster)
-    layout, computing = profile.layout, dict.fromkeys(profile.layout.units, 0.0)
+    layout, seconds = profile.layout, 0.0
+    names = [[layout.units[unit] for unit in layout.units_of(rank)] for rank in range(layout.num_ranks)]
+
+    def mean(busy: Mapping[str, float]) -> float:
+        of_ranks = [sum(busy[name] for name in mine) for mine in names]
+        return case.microbatches * (max(of_ranks) if split else sum(of_ranks) / len(of_ranks))
+
+    computing, by_kind = dict.fromkeys(layout.graphs, 0.0), dict.fromkeys(Kind, 0.0)
+    others = {kind: (dict.fromkeys(layout.graphs, 0.0), dict.fromkeys(layout.graphs, 0.0)) for kind in COLLECTIVE}
+    any_computation: Name | None = None
     for name, op in named_operators(layout):
-        computing[name[0]] += profile.times[name] if op.kind is Kind.COMPUTE else 0.0
-    ranks = range(layout.num_ranks)
-    loads = [sum(computing[layout.units[unit]] for unit in layout.units_of(rank)) for rank in ranks]
-    seconds = case.microbatches * (max(loads) if split else sum(loads) / len(loads))
-    by_kind = {**dict.fromkeys(Kind, 0.0), Kind.COMPUTE: seconds}
+        if op.kind is Kind.COMPUTE:
+            computing[name[0]] += profile.times[name]
+            any_computation = name
+    for name, op in named_operators(layout):
+        if op.kind in others and any_computation is not None:
+            alone, added = others[op.kind]
+            slower, slowed = profile.slowdown(any_computation, name), profile.slowdown(name, any_computation)
+            alone[name[0]] += profile.times[name]
+            added[name[0]] += min(1.0, slowed * (1 - 1 / slower)) * profile.times[name]
+    for alone, added in others.values():
+        slowed_down = {unit: computing[unit] + added[unit] for unit in computing}
+        seconds = max(seconds, mean(alone), mean(slowed_down))
+    by_kind[Kind.COMPUTE] = mean(computing)
     nothing = Memory(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     return Step(case, seconds, 0.0, 0.0, by_kind, {}, 0.0, nothing, (0.0, 0.0), fidelity=Fidelity.BOUND)
 
@@ -315,7 +346,8 @@ def simulate_plan(
 def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, clock: WindowClock) -> Step:
     layout, window, count = profile.layout, clock.time(), case.microbatches
     if clock.fidelity is Fidelity.QUICK:
-        peaks = _peaks_of_search(amounts, case, layout, cluster.device.memory)
+        counted = layout if clock.amounts is amounts else layout_of(amounts, case)
+        peaks = _peaks_of_search(amounts, case, counted, cluster.device.memory)
     else:
         peaks = _peaks_of_programs(amounts, case, cluster, clock, window.drawing)
     names = [layout.units[unit] for unit in layout.units_of(clock.busiest)]
@@ -358,7 +390,7 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
         window.drawing,
         ((PARAMETER + GRADIENT + case.state_bytes + _cast_bytes(case)) * of_node if case.config.offload else 0.0)
         + cluster.devices_per_node * _inputs_on_host(amounts, case, layout),
-        (clock.planned.plan, window) if clock.fidelity is Fidelity.TIMED else None,
+        clock.found(window),
     )
 
 

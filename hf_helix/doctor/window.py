@@ -65,6 +65,14 @@ NEGLIGIBLE = 0.005
 """The part of a window, in which a rank waits for others, up to which all of it counts as bubble: a second window, with
 transfers that take no time, tells bubble and exposed transfers apart."""
 
+NEGLIGIBLE_SUMS = 0.0003
+"""The part of a window with gradient reductions only, up to which a search does not look for weight gradients to defer:
+it would gain less."""
+
+MANY = 400
+"""Micro-batches of a window so long that the order of its last backward does not matter: on two ranks with tensor
+parallelism and 244 micro-batches the search gained 0.13 %."""
+
 OPERATORS = 60_000  # most operators of a window simulated one by one, in about a second, and drawn
 
 
@@ -124,6 +132,8 @@ class WindowClock:
         limit: of the memory of the window under "auto"; None without a limit.
         plan: the plan; None for a plan by the rule of the case.
         reduces: whether gradients are reduced and weights gathered in the window.
+        is_coarse: whether the amounts are coarse: then a search predicts all layers, which takes no longer.
+        known: the plan and the window of all layers that a search has found; None for none.
     """
 
     def __init__(
@@ -136,6 +146,8 @@ class WindowClock:
         limit: MemoryLimit | None = None,
         plan: Plan | None = None,
         reduces: bool = True,
+        is_coarse: bool = False,
+        known: tuple[Plan, WindowTime] | None = None,
     ) -> None:
         self.layout = profile.layout
         self.fidelity = fidelity
@@ -144,12 +156,18 @@ class WindowClock:
         self._profile, self._case, self._cluster = profile, case, cluster
         self._ranks, self._microbatches = self.layout.num_ranks, case.microbatches
         self._limit, self._plan, self._reduces = limit, plan, reduces
+        self._has_few_layers, self._is_coarse = fidelity is Fidelity.QUICK and not is_coarse, is_coarse
+        self._made: dict[tuple[int, int, int], tuple[Planned, Prediction]] = {}
+        self._known = known[1] if known is not None and _ends_soon(known[1]) else None
+        if known is not None and self._known is not None:
+            self._plan = known[0]
 
     @functools.cached_property
     def _costs(self) -> Costs:
         """Costs of the stages, for the choice of a schedule."""
         costs = stage_costs(self._profile)
-        return replace(costs, gain=1.0) if runs_one_strand(self._example.plan.rule) else costs
+        rule = self._case.config.plan if self._plan is None else self._plan.rule
+        return replace(costs, gain=1.0) if runs_one_strand(rule) else costs
 
     @functools.cached_property
     def named(self) -> str:
@@ -159,24 +177,32 @@ class WindowClock:
     @functools.cached_property
     def planned(self) -> Planned:
         """Profile and plan of all layers."""
-        return self._planned(self.layout)
+        if self.fidelity is not Fidelity.TIMED or self._plan is not None or not self._defers:
+            return self._planned(self.layout, self.fidelity is not Fidelity.QUICK)
+        if self._ranks > 1 and not self._is_coarse and self._microbatches < MANY:
+            return self._planned(self.layout)
+        first = self._planned(self.layout, defers=False)
+        return first if _ends_soon(self._parts(first, self._microbatches)) else self._planned(self.layout)
+
+    @property
+    def _defers(self) -> bool:
+        """Whether the rule of the plan searches the number of units whose weight gradients are deferred. The search
+        shortens a window by little more than its sums, but on ranks that wait for each other in every layer."""
+        return bool(self._completed(self.layout).layout.reductions) and not runs_one_strand(self._case.config.plan)
 
     @functools.cached_property
     def _few_layers(self) -> tuple[Sequence[Planned], float]:
         """Profiles and plans with few and with more layers, and the factor of extrapolation (see `reduced_layers`)."""
         layouts, times = reduced_layers(self.layout, FEWEST if self._ranks > 1 else LAYERS)
-        return [self._planned(each) for each in layouts], times
+        return [self._planned(each, defers=False) for each in layouts], times
 
-    @property
-    def _example(self) -> Planned:
-        return self._few_layers[0][0] if self.fidelity is Fidelity.QUICK else self.planned
-
-    def _planned(self, layout: Layout) -> Planned:
+    def _planned(self, layout: Layout, defers: bool = True) -> Planned:
+        """Returns the plan of a layout; if it `defers`, made with gradient reductions: rules then search the number of
+        deferred weight gradients, which is slow."""
         profile, mesh = self._completed(layout), {"tp_size": self._case.sizes.tp}
         if self._plan is not None:
             return Planned(profile, self._plan)
-        # With reductions, rules search the number of deferred weight gradients, which is slow.
-        known = replace(self._profile, layout=layout) if self.fidelity is Fidelity.QUICK else profile
+        known = profile if defers else replace(self._profile, layout=layout)
         return Planned(profile, make_plan(self._case.config.plan, known, model=self.amounts.model.name, mesh=mesh))
 
     def _completed(self, layout: Layout) -> Profile:
@@ -185,21 +211,29 @@ class WindowClock:
 
     def time(self) -> WindowTime:
         """Returns the seconds of the window."""
-        if self.fidelity is Fidelity.QUICK:
+        if self._has_few_layers:
             made, times = self._few_layers
             near, far = self._quick_seconds(made[0]), self._quick_seconds(made[-1])
             pairs = zip(near, far, strict=True)
             seconds, reductions, copies = (max(0.0, more + times * (more - few)) for few, more in pairs)
             return WindowTime(seconds, reductions, copies)
+        if self._known is not None:
+            return self._known
         drawn = self._drawn() if self.fidelity is Fidelity.DRAWN else None
         parts = drawn or self._parts(self.planned, self._microbatches)
         seconds, reductions = parts.seconds - parts.reduction_seconds, parts.reduction_seconds
         timed = WindowTime(seconds, reductions, parts.copy_seconds)
-        if self.fidelity is Fidelity.TIMED:
+        if self.fidelity in (Fidelity.QUICK, Fidelity.TIMED):
             # the update of weights on a host hides a part of the waits
-            return replace(timed, waits=self._waits()) if self._case.config.offload else timed
+            is_asked = self.fidelity is Fidelity.TIMED and self._case.config.offload
+            return replace(timed, waits=self._waits()) if is_asked else timed
         drawing = (drawn.instructions, drawn.timeline) if drawn else None
         return replace(self.detailed(timed, drawn), drawing=drawing)
+
+    def found(self, window: WindowTime) -> tuple[Plan, WindowTime] | None:
+        """Returns the plan and its window, if it is of all layers, and not yet with all details."""
+        is_whole = self.fidelity is Fidelity.TIMED or (self.fidelity is Fidelity.QUICK and not self._has_few_layers)
+        return (self.planned.plan, window) if is_whole else None
 
     def detailed(self, timed: WindowTime, drawn: Prediction | None = None) -> WindowTime:
         """Returns the seconds of the window with exposed communication, the bubble and waits; `drawn` is the window, if
@@ -281,7 +315,10 @@ class WindowClock:
             schedule = schedule_of(self.named, self._ranks, count, self.layout.is_spread)
             return predict(planned.plan, planned.profile, schedule)
 
-        return long_window(predicted, microbatches, self._ranks)
+        key = id(planned.plan), id(planned.profile), microbatches
+        if key not in self._made:
+            self._made[key] = planned, long_window(predicted, microbatches, self._ranks)
+        return self._made[key][1]
 
     @functools.cached_property
     def _own(self) -> Profile:
@@ -292,6 +329,13 @@ class WindowClock:
 
     def _on_one_rank(self, microbatches: int) -> Schedule:
         return schedule_of(self.named if self.named in NAMED_SCHEDULES else ON_ONE_RANK, 1, microbatches)
+
+
+def _ends_soon(window: Prediction | WindowTime) -> bool:
+    """Returns whether so little of a window is only for gradient reductions that no deferred weight gradients could
+    shorten it by more than `NEGLIGIBLE_SUMS`."""
+    reductions = window.reduction_seconds if isinstance(window, Prediction) else window.reductions
+    return reductions <= NEGLIGIBLE_SUMS * window.seconds
 
 
 def long_window(predicted: Callable[[int], Prediction], microbatches: int, num_ranks: int) -> Prediction:

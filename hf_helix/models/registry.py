@@ -5,6 +5,8 @@ Out:  the family of a model.
 Must hold: a family is found by the name of the model's class, stated in the family's file (`model_class`).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import transformers
@@ -49,9 +51,23 @@ def family_of(model: Any) -> Family:
     if name is None:
         return _derived(model)
     family = _known(model) or REGISTERED[name]
-    is_settled = bool(family.traced) or getattr(model, "_is_cut_by_helix", False)
+    is_settled = bool(family.traced) or getattr(model, "_is_cut_by_helix", False) or _SETTLED in vars(model)
     is_ours = type(family).__module__ not in registered_elsewhere()
     return _derived(model) if is_ours and not is_settled and other_code(model) else family
+
+
+@contextmanager
+def settled(model: Any) -> Iterator[None]:
+    """Within, `family_of` takes the code of a model as read, since nobody changes it."""
+    vars(model)[_SETTLED] = True
+    try:
+        yield
+    finally:
+        del vars(model)[_SETTLED]
+
+
+_SETTLED = "code_is_read_by_helix"
+"""The attribute of a model within `settled`."""
 
 
 def family_for(model: Any, tp_size: int) -> Family:

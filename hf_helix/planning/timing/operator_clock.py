@@ -13,7 +13,7 @@ Must hold: the clock and the executor have the same rules.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
@@ -58,36 +58,82 @@ def simulate(arrays: WindowArrays, slowdown: Slowdown | None = None, order: Sequ
     """
     order = range(len(arrays)) if order is None else order
     timeline = Timeline(arrays, [0.0] * len(arrays), [0.0] * len(arrays))
+    if slowdown is None and _follow(timeline, order):
+        return timeline
     done = bytearray(len(arrays) + 1)
     done[NONE] = 1
     rates = None if slowdown is None else _rates(arrays, slowdown)
     ranks = [_RankClock(timeline, queues, done, rates) for queues in _queues(arrays, order)]
     waiting = _waiting_ranks(arrays, len(ranks))
     events: list[tuple[float, int, int]] = []  # the time of a rank's next end, the rank, and its state at that time
-    for number, rank in enumerate(ranks):
-        if rank.start():
+
+    def run(number: int, until: float, ends: bool) -> list[int]:
+        rank = ranks[number]
+        found = rank.run(until, waiting, ends)
+        if rank.step < math.inf:
             heappush(events, (rank.now + rank.step, number, rank.state))
-    left = len(order)
+        return found
+
+    for number in range(len(ranks)):
+        run(number, -1.0, ends=False)
     while events:
         _, number, state = heappop(events)
-        rank = ranks[number]
-        if state != rank.state:
+        if state != ranks[number].state:
             continue
-        ended = rank.finish()
-        left -= len(ended)
-        changed = [number]
-        for place in ended if waiting else ():
-            if place in waiting:
-                changed = sorted({*changed, *waiting[place]})
-        for other in changed:
-            clock = ranks[other]
-            if other != number:
-                clock.advance(rank.now)
-            if clock.start():
-                heappush(events, (clock.now + clock.step, other, clock.state))
+        found = run(number, events[0][0] if events else math.inf, ends=True)
+        for other in sorted({each for place in found for each in waiting[place]} - {number}):
+            ranks[other].advance(ranks[number].now)
+            run(other, -1.0, ends=False)
+    left = len(order) + 1 - done.count(1)
     if left:
         raise ValueError(f"the order cannot run: {left} instructions wait for later ones")
     return timeline
+
+
+def _follow(timeline: Timeline, order: Sequence[int]) -> bool:
+    """Fills a timeline without interference: an instruction begins at the latest end of all that it waits for. Returns
+    whether every instruction waits for instructions that its rank issued before, or for other ranks only."""
+    arrays, ends, starts = timeline.arrays, [-1.0] * len(timeline.arrays), timeline.starts
+    streams, needs, seconds, sources = arrays.streams, arrays.needs, arrays.seconds, arrays.size_sources
+    queues = arrays.queues()
+    free = [0.0] * (max(queues, default=-1) + 1)
+    places: list[list[int]] = [[] for _ in range(max(arrays.ranks, default=-1) + 1)]
+    for place in reversed(order):
+        places[arrays.ranks[place]].append(place)
+    computed, known = [0.0] * len(places), [0.0] * len(places)
+    waiting: dict[int, list[int]] = {}  # ranks by the instruction that they wait for
+    ready, left = list(range(len(places))), len(order)
+    while ready:
+        rank = ready.pop()
+        mine, last, of_sizes = places[rank], computed[rank], known[rank]
+        while mine:
+            place = mine[-1]
+            queue, computes = queues[place], streams[place] == COMPUTE
+            begin = max(free[queue], of_sizes) if computes else max(free[queue], of_sizes, last)
+            for need in needs[place] if sources[place] == NONE else (*needs[place], sources[place]):
+                end = ends[need]
+                if end < 0.0:
+                    waiting.setdefault(need, []).append(rank)
+                    break
+                if end > begin:
+                    begin = end
+            else:
+                mine.pop()
+                left -= 1
+                if sources[place] != NONE:
+                    of_sizes = max(of_sizes, ends[sources[place]])
+                end = begin + seconds[place]
+                starts[place], ends[place], free[queue] = begin, end, end
+                if computes:
+                    last = end
+                if place in waiting:
+                    ready += waiting.pop(place)
+                continue
+            break
+        computed[rank], known[rank] = last, of_sizes
+    if not left:
+        timeline.ends[:] = [max(0.0, end) for end in ends]
+    return not left
 
 
 def _waiting_ranks(arrays: WindowArrays, num_ranks: int) -> dict[int, list[int]]:
@@ -127,7 +173,7 @@ class _RankClock:
 
     Attributes:
         now: the time of the last event.
-        step: seconds until the next end.
+        step: seconds until the next end; infinity if nothing runs.
         state: a number that changes with the set of running instructions.
     """
 
@@ -143,49 +189,6 @@ class _RankClock:
         self._idle = [number for number, queue in enumerate(queues) if queue]
         self._blocked_by = [NONE] * len(queues)  # an instruction that the next one of an idle queue waits for
 
-    def start(self) -> bool:
-        """Starts all instructions that can start now, and finds the next end; returns whether anything runs."""
-        done, needs, active, blocked_by = self._done, self._arrays.needs, self._active, self._blocked_by
-        started = False
-        for number in self._idle:
-            if not done[blocked_by[number]]:
-                continue
-            place, after, known = self._queues[number][-1]
-            if not done[after]:
-                blocked_by[number] = after
-            elif not done[known]:
-                blocked_by[number] = known
-            else:
-                for need in needs[place]:
-                    if not done[need]:
-                        blocked_by[number] = need
-                        break
-                else:
-                    self._queues[number].pop()
-                    self._running[number], self._left[number] = place, self._arrays.seconds[place]
-                    self._starts[place] = self.now
-                    active.append(number)
-                    started = True
-        self.state += 1
-        if not active:
-            return False
-        running, left = self._running, self._left
-        if started:
-            self._idle = [number for number in self._idle if running[number] == NONE]
-        if len(active) == 1:
-            self._rate[active[0]] = 1.0
-            self.step = left[active[0]]
-        elif self._rates is None:
-            self.step = min([left[number] for number in active])
-        else:
-            active.sort()
-            entries, rates = self._arrays.entries, self._rate
-            found = self._rates(tuple([entries[running[number]] for number in active]))
-            for number, rate in zip(active, found, strict=True):
-                rates[number] = rate
-            self.step = min([left[number] * rates[number] for number in active])
-        return True
-
     def advance(self, now: float) -> None:
         """Runs until a time before the next end."""
         step = now - self.now
@@ -193,25 +196,84 @@ class _RankClock:
             self._left[number] = max(0.0, self._left[number] - step / self._rate[number])
         self.now = now
 
-    def finish(self) -> list[int]:
-        """Runs until the next end, and returns the ended instructions."""
-        step, lefts, rates, running = self.step, self._left, self._rate, self._running
-        now = self.now = self.now + step
-        ended, active = [], []
-        for number in self._active:
-            left = lefts[number] = lefts[number] - step / rates[number]
-            if left <= 1e-12:
-                place = running[number]
-                self._ends[place] = now
-                self._done[place] = 1
-                running[number] = NONE
-                ended.append(place)
-                if self._queues[number]:
-                    self._idle.append(number)
+    def run(self, until: float, waiting: Mapping[int, object], ends: bool) -> list[int]:
+        """Runs until the next end is later than `until`, or until an instruction ends that others wait for. In every
+        round, what can start starts, and the next end is found.
+
+        One long function without calls: it runs for every instruction of every window.
+
+        Args:
+            until: in seconds.
+            waiting: by the instructions that other ranks wait for.
+            ends: whether the first round begins with the next end.
+
+        Returns:
+            The ended instructions that other ranks wait for.
+        """
+        done, needs, seconds, entries = self._done, self._arrays.needs, self._arrays.seconds, self._arrays.entries
+        queues, running, left, rate, blocked_by = self._queues, self._running, self._left, self._rate, self._blocked_by
+        first, last, idle, active, now, step = self._starts, self._ends, self._idle, self._active, self.now, self.step
+        found: list[int] = []
+        while True:
+            if ends:
+                now += step
+                still = []
+                for number in active:
+                    rest = left[number] - step / rate[number]
+                    if rest > 1e-12:
+                        left[number] = rest
+                        still.append(number)
+                        continue
+                    place = running[number]
+                    last[place] = now
+                    done[place] = 1
+                    running[number] = NONE
+                    if queues[number]:
+                        idle.append(number)
+                    if place in waiting:
+                        found.append(place)
+                active = still
+            ends, started = True, False
+            for number in idle:
+                if not done[blocked_by[number]]:
+                    continue
+                place, after, known = queues[number][-1]
+                if not done[after]:
+                    blocked_by[number] = after
+                elif not done[known]:
+                    blocked_by[number] = known
+                else:
+                    for need in needs[place]:
+                        if not done[need]:
+                            blocked_by[number] = need
+                            break
+                    else:
+                        queues[number].pop()
+                        running[number], left[number] = place, seconds[place]
+                        first[place] = now
+                        active.append(number)
+                        started = True
+            if started:
+                idle = [number for number in idle if running[number] == NONE]
+            if len(active) == 1:
+                rate[active[0]] = 1.0
+                step = left[active[0]]
+            elif not active:
+                step = math.inf
+            elif self._rates is None:
+                step = min([left[number] for number in active])
             else:
-                active.append(number)
-        self._active = active
-        return ended
+                active.sort()
+                slowed = self._rates(tuple([entries[running[number]] for number in active]))
+                step = math.inf
+                for number, slow in zip(active, slowed, strict=True):
+                    rate[number] = slow
+                    step = min(step, left[number] * slow)
+            if found or not active or now + step > until:
+                break
+        self._idle, self._active, self.now, self.step = idle, active, now, step
+        self.state += 1
+        return found
 
 
 def _rates(arrays: WindowArrays, slowdown: Slowdown) -> Rates:

@@ -1,0 +1,48 @@
+"""Amounts of larger micro-batches bound what is counted."""
+
+import pytest
+from support.simulated import cluster_with, on_meta
+
+from hf_helix.doctor.amounts.larger import larger_amounts
+from hf_helix.doctor.case import Case
+from hf_helix.doctor.simulated import SimulatedModel
+from hf_helix.doctor.step import bound_step, simulate_step
+from hf_helix.doctor.window import Fidelity
+from hf_helix.planning.timing.sizes import Sizes
+
+CLUSTER = cluster_with(
+    devices_per_node=4, contention={"compute_beside_intra_node": 1.3, "intra_node_beside_compute": 1.2}
+)
+LENGTH = 64
+LAYOUTS = (Sizes(dp=4), Sizes(tp=2, dp=2), Sizes(tp=4), Sizes(pp=2, tp=2), Sizes(cp=2, dp=2))
+
+
+@pytest.fixture(scope="module")
+def paper() -> SimulatedModel:
+    return SimulatedModel(
+        on_meta("llama", num_hidden_layers=4, hidden_size=96, num_attention_heads=8, num_key_value_heads=4), CLUSTER
+    )
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_no_count_of_larger_micro_batches_is_faster(sizes: Sizes, paper: SimulatedModel) -> None:
+    def case(batch: int, recompute: str) -> Case:
+        return Case.of(sizes, batch, LENGTH, 8, recompute=recompute)
+
+    few = paper.amounts(case(1, "none"))
+    for batch in (2, 4, 8):
+        ceiling = bound_step(larger_amounts(few, batch), case(batch, "none"), CLUSTER).tokens_per_second
+        for recompute in ("none", "selective", "full"):
+            counted = case(batch, recompute)
+            assert bound_step(paper.amounts(counted), counted, CLUSTER).tokens_per_second <= 1.0001 * ceiling
+
+
+@pytest.mark.parametrize("plan", ["greedy", "sequential"])
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_no_window_is_shorter_than_its_bound(sizes: Sizes, plan: str, paper: SimulatedModel) -> None:
+    """Collectives beside computation slow it down, and are no shorter than one after the other."""
+    case = Case.of(sizes, 2, LENGTH, 8, plan=plan)
+    amounts = paper.amounts(case)
+    for fidelity in (Fidelity.QUICK, Fidelity.TIMED):
+        step = simulate_step(amounts, case, CLUSTER, fidelity)
+        assert bound_step(amounts, case, CLUSTER, split=True).seconds <= 1.0001 * step.window
