@@ -138,9 +138,6 @@ def _native_number(page: str) -> str:
     once = sum(each[:2] == ["right", "right"] for each in cells.values())
     twice = sum(each == ["right"] * 3 for each in cells.values())
     proven = sum(name in ours and ours[name]["tp2"].status == "proven" for name in cells)
-    page = (
-        "https://github.com/hf-helix/hf_helix/blob/main/docs/models.md#tensor-parallelism-of-transformers-and-deepspeed"
-    )
     return (
         f"Of the {len(cells)} causal-LM classes that Transformers cuts by a plan of its own, {once} train right there "
         f"with one micro-batch and {twice} with two; {proven} are proven here, always with several: "
@@ -149,7 +146,7 @@ def _native_number(page: str) -> str:
 
 
 def census_number() -> str:
-    """How many classes are proven, and how many train right under Transformers' own tensor parallelism, for the first page, whose links are absolute."""
+    """How many classes are proven, here and natively, for the first page, whose links are absolute."""
     page = "https://github.com/hf-helix/hf_helix/blob/main/docs/models.md"
     return f"**{headline(read_census())}**: [which, and why not the others]({page}). {_native_number(page)}"
 

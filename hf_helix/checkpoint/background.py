@@ -213,7 +213,7 @@ class Pace:
 
 
 def cores_are_busy(device: torch.device) -> bool:
-    """Returns whether training leaves no core of this host: every rank computes on as many threads as it has cores.
+    """Returns whether training leaves no core of this host: the ranks' threads take every core.
 
     Args:
         device: of training.

@@ -200,7 +200,7 @@ class Search:
         return in_processes(work, pieces, self.workers if several else 1)
 
     def _told(self, stage: str, results: Iterable[T], count: int) -> Iterator[T]:
-        """Yields the results of a stage, and tells the progress after each."""
+        """Yields the results of a stage, and reports the progress after each."""
         if self.progress is not None and count:
             self.progress(stage, 0.0)
         for place, each in enumerate(results, 1):

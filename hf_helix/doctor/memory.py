@@ -195,7 +195,7 @@ def peaks_of_window(amounts: Amounts, layout: Layout, drawn: Drawing, host_runs_
 
 
 def peaks_of_programs(amounts: Amounts, layout: Layout, programs: Sequence[Sequence[Instruction]]) -> list[Peak]:
-    """Returns the peak memory of each rank on devices whose host runs ahead, where the times of instructions do not
+    """Returns the peak memory of each rank on devices whose host runs ahead, for which the times of instructions do not
     matter; `programs` are the instructions of each rank."""
     return [_largest(memory_of_program(amounts, layout, mine, held_until_waited(mine))) for mine in programs]
 

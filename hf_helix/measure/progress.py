@@ -18,7 +18,7 @@ SECONDS = 15.0
 """Between two lines of a stage in a file or a pipe."""
 
 KNOWN = 0.05
-"""The share of a stage from which on the seconds of its rest are told."""
+"""The share of a stage after which the seconds of its rest are shown."""
 
 MOST = 99  # percent of a stage that is not over
 

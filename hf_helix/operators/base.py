@@ -118,7 +118,7 @@ class TensorOperator(ABC):
     Attributes:
         has_saved_state: whether forward saves large state for backward in `OperatorContext.saved`. A recomputed
             operator must then run forward again, even if all its outputs are kept.
-        by_data: whether the host reads values of its inputs, which decide what runs, and which parameters get a
+        by_data: whether the host reads values of its inputs, which decide the code that runs and which parameters get a
             gradient. Ranks with other inputs then have gradients of other parameters, and no CUDA graph is captured.
     """
 

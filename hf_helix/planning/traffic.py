@@ -163,7 +163,7 @@ def completion(rows: Sequence[Parameter], backward: Mapping[int, Graph]) -> list
     """Returns the indices of rows in the order in which a single micro-batch would complete their gradients.
 
     Args:
-        rows: in the order of their units; those of other units are left out.
+        rows: in the order of their units; rows of other units are left out.
         backward: the backward graphs of units, by index in the layout.
     """
     order: dict[Adder, int] = {}

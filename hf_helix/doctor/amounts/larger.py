@@ -1,6 +1,6 @@
 """Amounts of larger micro-batches, from the amounts of a smaller one: a lower bound of their work, without counting.
 
-In:   the amounts of a rank, and how many times as many sequences a micro-batch has.
+In:   the amounts of a rank, and the factor by which a micro-batch grows in sequences.
 Out:  amounts for bounds of seconds.
 Must hold: no operator has more work than its count would say. Products, attention and collectives of tokens grow with
 the sequences; bytes of kernels grow only in the passes of layers through tokens, since others may be of weights and of
@@ -15,7 +15,7 @@ from hf_helix.planning.window.layout import named_operators
 
 
 def larger_amounts(amounts: Amounts, factor: float) -> Amounts:
-    """Returns at most the work of micro-batches with `factor` times as many sequences; their memory is not known."""
+    """Returns at most the work of micro-batches with `factor` times the sequences; their memory is not known."""
     ops = dict(named_operators(amounts.layout))
     operators = {
         name: _larger(counted, ops[name], factor, amounts.layout.graphs[name[0]].forward.repeats)

@@ -110,7 +110,7 @@ class WindowMaker:
 
 
 def _with_batch(prepare: Prepare, batch: Mapping[str, Any], scale: float) -> Mapping[str, Any]:
-    """Returns the side inputs of a micro-batch with those of a loss of log-probabilities."""
+    """Returns the side inputs of a micro-batch and the inputs of a loss of log-probabilities."""
     return {**prepare(), **token_side_inputs(batch, scale)}
 
 

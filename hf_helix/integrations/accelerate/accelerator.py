@@ -303,7 +303,7 @@ def _gather_rows(rows: Tensor, mesh: Mesh) -> Tensor:
 
 class RowsTogether:
     """Gathers all rows of some code over the data-parallel ranks in one message. The code runs twice, without other
-    effects the first time: `gather` first notes the rows, and after `exchange` returns those of all ranks.
+    effects the first time: `gather` first notes the rows, and after `exchange` returns the rows of all ranks.
 
     Args:
         mesh: the mesh of ranks.
@@ -323,7 +323,7 @@ class RowsTogether:
         return torch.cat([rows] * self._mesh.dp_size)
 
     def exchange(self) -> None:
-        """Exchanges the noted rows. Collective over the data-parallel ranks, which have noted as many."""
+        """Exchanges the noted rows. Collective over the data-parallel ranks, which have noted equally many rows."""
         flat = torch.cat([each.detach().reshape(-1).double() for each in self._noted])
         with watched():
             pieces = _gather_rows(flat[None], self._mesh).split([each.numel() for each in self._noted], 1)

@@ -3,7 +3,7 @@
 In:   a `DPOTrainer` under the mixin, whose loss nobody overrides; the batches of a window.
 Out:  the `TokenLoss` of the cut model; batches with the log-probabilities of the reference; TRL's figures for the log.
 Must hold: every loss and figure is computed by TRL's own code. Nothing is logged or gathered within a window, which may
-be one that is only measured. What the plan cannot compute stays a loss that is called. TRL is not imported.
+be one that is only measured. A loss that the plan cannot compute is called. TRL is not imported.
 
     before a window   compute_ref_log_probs(reference, batch)
     within it         compute_loss(log-probabilities, batch) up to its first figure for the log
@@ -63,7 +63,7 @@ def planned_dpo(trainer: Any, model: Any) -> "StockDPOTrainer | None":
     is_declared = type(base).__name__ in REGISTERED
     if not has_stock_loss(base) or (not is_declared and has_head_beside(base)):
         return None
-    # The reference of an adapted model is evaluated without what a step of training adds.
+    # The reference of an adapted model is evaluated without the additions of a training step.
     if args.activation_offloading or not args.disable_dropout or args.neftune_noise_alpha is not None:
         return None
     found = StockDPOTrainer(args, model)
@@ -71,7 +71,7 @@ def planned_dpo(trainer: Any, model: Any) -> "StockDPOTrainer | None":
 
 
 def _is_stock_dpo(kind: Any) -> bool:
-    """Returns whether the loss of a class is that of TRL's DPOTrainer, as known here, and every class that overrides a
+    """Returns whether a class has the loss of TRL's DPOTrainer, as known here, and every class that overrides a
     step of it, also one behind the mixin, is a known one."""
     found = next((base for base in kind.__mro__ if name_of(base) == DPO_TRAINER), None)
     owners = [base for base in kind.__mro__ if any(hook in vars(base) for hook in _HOOKS)]

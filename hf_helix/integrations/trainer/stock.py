@@ -180,7 +180,7 @@ class StockTrainer:
         return trainer._prepare_inputs(inputs)
 
     def evaluated(self, trainer: Any) -> Any:
-        """Returns what the class's own code calls in an evaluation, in place of the cut model; None for the model."""
+        """Returns the function for evaluations in place of the cut model; None for the model."""
         return None
 
     def take_losses(self, trainer: Any, batches: Sequence[Any], found: Sequence[Tensor]) -> Tensor:

@@ -169,7 +169,7 @@ class DerivedFamily(Family):
             self._declared(Builder("layer", f"layers.{number}", ParallelContext()), number, self._layer(number))
         except Underivable:
             raise
-        except Exception as error:  # of weights in 4 bits before they are opened, or said when the model is declared
+        except Exception as error:  # of weights in 4 bits before they are opened, or refused when the model is declared
             logger.debug("layer %s is not declared", number, exc_info=error)
 
     def _follow_cut(self, model: Any, tp: Axis) -> None:

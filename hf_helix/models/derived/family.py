@@ -240,7 +240,7 @@ class Family(ABC):
         return None
 
     def token_shape(self, model: Any) -> tuple[int, ...]:
-        """Returns the shape of what a layer hands on for each token: its features, perhaps in several streams."""
+        """Returns the shape of a layer's output for each token: its features, perhaps in several streams."""
         return (model.get_input_embeddings().weight.shape[1],)
 
     def empty(

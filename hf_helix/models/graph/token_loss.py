@@ -39,7 +39,7 @@ def joined_statistics(of_ranks: Tensor) -> Tensor:
 
 
 def _joined(of_ranks: Tensor) -> list[Tensor]:
-    """Returns each joined number [sequence, rows]; only those of a loss have a gradient."""
+    """Returns each joined number [sequence, rows]; only the numbers of a loss have a gradient."""
     numbers = of_ranks.unbind(1)
     return join_numbers([*numbers[: len(LOSS)], *(each.detach() for each in numbers[len(LOSS) :])])[0]
 
@@ -83,7 +83,7 @@ def token_loss(
 
 
 def token_figures(values: Tensor, rows: int, length: int) -> tuple[LogProbs, Tensor]:
-    """Returns the figures of tokens [rows, length - 1], and what follows them.
+    """Returns the figures of tokens [rows, length - 1], and the values after them.
 
     Args:
         values: from `token_loss`, perhaps with more numbers at the end.

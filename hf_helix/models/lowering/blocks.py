@@ -101,7 +101,7 @@ class _OwnTokens:
 @torch.no_grad()
 def works_by_token(segment: SegmentFunction, module: nn.Module, features: list[tuple[Any, ...]]) -> bool:
     """Returns whether a segment computes every token by itself: the same from all tokens of a batch, from a row, from
-    half of each row, from the tokens in reverse, and from the token alone.
+    half of each row, from the tokens in reverse, and from a single token.
 
     Args:
         segment: the segment.

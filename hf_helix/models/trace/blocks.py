@@ -98,7 +98,7 @@ class BlockCall:
         leaves: the arguments, without the tensors.
         places: of the tensors among the arguments.
         form: of the arguments.
-        result: the place of the result among the leaves of what the block returns.
+        result: the place of the result among the leaves of the block's output.
     """
 
     leaves: tuple[Any, ...]

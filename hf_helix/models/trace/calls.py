@@ -344,7 +344,7 @@ class LayerCalls:
         num_positions: how many positions have a row in the tables of positions; None without tables.
         has_rows: whether the embedding needs the positions of every row of a batch: the code reads other tables
             besides, or computes with positions.
-        token_shape: of what enters the layers for each token, from embeddings of one feature.
+        token_shape: of the layers' input for each token, from embeddings of one feature.
         count: from the ids and the mask of a batch to the positions that the decoder counts by them; None for plain
             positions. Read once the model has weights.
     """

@@ -67,7 +67,7 @@ class Unit:
 
     @property
     def by_data(self) -> bool:
-        """Whether the values of a batch decide what runs, see `TensorOperator`."""
+        """Whether the values of a batch decide the code that runs, see `TensorOperator`."""
         return any(operator.by_data for operator in self.operators.values())
 
     def recomputed(self, mode: str, suffix: str = "", on_host: Communication | None = None) -> Unit:

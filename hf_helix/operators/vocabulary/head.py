@@ -112,7 +112,7 @@ class HeadInTiles:
         parameters: the parameters that the linear may read.
         change: the function, such as a softcap; None for none.
         recomputes: whether layers are recomputed.
-        keeps_few: whether no more logits than those of a tile are kept, also by forward alone.
+        keeps_few: whether at most the logits of a tile are kept, also by forward alone.
     """
 
     def __init__(
