@@ -28,7 +28,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from hf_helix.checkpoint.direct import between_writes
+from hf_helix.checkpoint.direct import BUFFER, after_write
 from hf_helix.runtime.distributed.agreement import (
     all_gather_object,
     decide_on_rank_0,
@@ -183,7 +183,9 @@ def _set_priority(thread: int, number: int) -> None:
 
 
 class Pace:
-    """Rests of a thread between its writes, so that it takes `SHARE` of a core.
+    """Rests of a thread after every `BUFFER` bytes of its writes, so that it takes `SHARE` of a core.
+
+    A small save has no rests: a run that dies loses it, and the rests would take longer than the writes.
 
     Args:
         longest: the seconds after which the thread rests no more.
@@ -192,6 +194,7 @@ class Pace:
     def __init__(self, longest: float) -> None:
         self._longest = longest
         self._ended = threading.Event()
+        self._written = 0  # bytes since the last rest
 
     @property
     def has_ended(self) -> bool:
@@ -201,13 +204,18 @@ class Pace:
     def begin(self) -> None:
         """Begins the rests of this thread."""
         self._start, self._used = time.perf_counter(), time.thread_time()
-        between_writes.set(self._rest)
+        after_write.set(self._note)
 
     def end(self) -> None:
         """Ends all rests: somebody waits for the thread."""
         self._ended.set()
 
-    def _rest(self) -> None:
+    def _note(self, count: int) -> None:
+        """Counts written bytes, and rests if they are enough."""
+        self._written += count
+        if self._written < BUFFER:
+            return
+        self._written = 0
         took = min((time.thread_time() - self._used) / SHARE, self._longest)
         self._ended.wait(max(0.0, self._start + took - time.perf_counter()))
 

@@ -34,8 +34,8 @@ BLOCK = 4096  # bytes; a multiple of the block of every disk
 LEAST = 16 * BLOCK  # bytes of blocks in a row that are worth a write of their own
 BUFFER = 8 << 20  # bytes of the aligned memory
 
-between_writes: ContextVar[Callable[[], object]] = ContextVar("between_writes", default=lambda: None)
-"""Called after each write of up to `BUFFER` bytes, for every thread its own."""
+after_write: ContextVar[Callable[[int], object]] = ContextVar("after_write", default=lambda count: None)
+"""Called with the bytes of each write, at most `BUFFER`; for every thread its own."""
 
 
 class DirectFile(io.RawIOBase):
@@ -60,11 +60,13 @@ class DirectFile(io.RawIOBase):
         if self._direct is None or end - first < LEAST:
             first = end = len(view)
         for start in range(0, first, BUFFER):
-            _write(self._file, view[start : min(start + BUFFER, first)], offset + start)
-            between_writes.get()()
+            part = view[start : min(start + BUFFER, first)]
+            _write(self._file, part, offset + start)
+            after_write.get()(len(part))
         for start in range(first, end, BUFFER):
-            self._write_blocks(view[start : min(start + BUFFER, end)], offset + start)
-            between_writes.get()()
+            part = view[start : min(start + BUFFER, end)]
+            self._write_blocks(part, offset + start)
+            after_write.get()(len(part))
         _write(self._file, view[end:], offset + end)
 
     def _write_blocks(self, view: memoryview, offset: int) -> None:

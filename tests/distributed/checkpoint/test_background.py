@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from hf_helix.checkpoint import background
-from hf_helix.checkpoint.direct import DirectFile, between_writes
+from hf_helix.checkpoint.direct import BUFFER, DirectFile, after_write
 from hf_helix.checkpoint.whole import check_whole, numbered
 from hf_helix.integrations.trainer import saving
 from hf_helix.runtime.divided import plain_parameters
@@ -268,16 +268,19 @@ def test_copies_take_the_memory_of_the_save_before() -> None:
 
 
 def test_a_thread_rests_between_writes_until_somebody_waits() -> None:
-    pace, rested = background.Pace(longest=3600.0), threading.Event()
+    pace, wrote, rested = background.Pace(longest=3600.0), threading.Event(), threading.Event()
 
     def write() -> None:
         with mock.patch.object(background.time, "thread_time", mock.Mock(side_effect=[0.0, 100.0])):
             pace.begin()
-            between_writes.get()()
+            after_write.get()(BUFFER - 1)
+            wrote.set()
+            after_write.get()(1)
         rested.set()
 
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
+    assert wrote.wait(60.0), "less than a buffer is no reason to rest"
     assert not rested.wait(0.5), "a share of 0.04 of a core: 100 s of work are 2,400 s of rest"
     pace.end()
     assert rested.wait(60.0)

@@ -129,7 +129,8 @@ def test_four_ranks(helix: Any, cluster_of: Any, tmp_path: Path) -> None:
     compare(ours, stock, found[0], reference[0])
 
 
-@pytest.mark.parametrize("helix", [slow(TP), PP], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("helix", [TP, PP], ids=str)
 def test_dropout_draws_again_what_it_drew(helix: Any, cluster_of: Any, tmp_path: Path) -> None:
     """Recomputation draws the numbers of the forward pass, and so does another plan."""
     model, training = {**LOOPED, "expert_dropout": 0.3}, {**TWICE, "max_steps": 2}
