@@ -36,7 +36,7 @@ from hf_helix.runtime.distributed.agreement import (
     on_all_ranks,
     remote_error,
 )
-from hf_helix.runtime.distributed.mesh import rank, world_size
+from hf_helix.runtime.distributed.mesh import rank, ranks_of_host
 from hf_helix.runtime.failures.exchange import StoreExchange
 
 LARGEST_SHARE = 0.8
@@ -227,11 +227,7 @@ def cores_are_busy(device: torch.device) -> bool:
         device: of training.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return device.type == "cpu" and cores <= _ranks_of_host() * torch.get_num_threads()
-
-
-def _ranks_of_host() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+    return device.type == "cpu" and cores <= ranks_of_host() * torch.get_num_threads()
 
 
 # -- copies ----------------------------------------------------------------------------------------------------------
@@ -304,7 +300,7 @@ def _advise(memory: mmap.mmap, advice: str) -> None:
 
 def has_room(count: int) -> bool:
     """Returns whether the host has room for `count` bytes of every rank on it."""
-    return count * _ranks_of_host() <= LARGEST_SHARE * _free_memory()
+    return count * ranks_of_host() <= LARGEST_SHARE * _free_memory()
 
 
 def _free_memory() -> int:

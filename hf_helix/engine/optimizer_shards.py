@@ -32,7 +32,7 @@ from hf_helix.operators.parameters.parts import cut_tensor
 from hf_helix.operators.zero.zero1 import zero1_flat_parameters
 from hf_helix.planning.parameters import Part
 from hf_helix.runtime.distributed.agreement import agree_on_action, on_all_ranks
-from hf_helix.runtime.distributed.mesh import Mesh, world_size
+from hf_helix.runtime.distributed.mesh import Mesh, ranks_of_host
 from hf_helix.runtime.divided import elements_of, full_of, plain_parameters
 from hf_helix.runtime.executor import issue_copy
 from hf_helix.runtime.failures.heartbeat import watched
@@ -252,7 +252,7 @@ def host_threads(rank_units: RankUnits) -> Iterator[None]:
     before = torch.get_num_threads()
     if rank_units.host_shards:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(before, cores // int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))))
+        torch.set_num_threads(max(before, cores // ranks_of_host()))
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from hf_helix.config import AUTO
 from hf_helix.measure.overlap import Overlap
 from hf_helix.planning.timing.profile import Profile
-from hf_helix.runtime.distributed.mesh import Mesh, world_size
+from hf_helix.runtime.distributed.mesh import Mesh, ranks_of_host
 from hf_helix.tuning.budget import BASELINE, FULL
 
 
@@ -71,7 +71,7 @@ def format_summary(result: TuningResult, contention: str = "") -> str:
 
 def contention_of(mesh: Mesh) -> str:
     """Returns the ranks that share cores with communication, in words; empty if devices have cores of their own."""
-    cores, ranks = os.cpu_count() or 1, int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+    cores, ranks = os.cpu_count() or 1, ranks_of_host()
     if mesh.device.type != "cpu" or 2 * ranks <= cores:
         return ""
     return f"{ranks} ranks compute and communicate on the same {cores} cores"

@@ -256,6 +256,16 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def ranks_of_host() -> int:
+    """Returns the number of ranks on this host; if the launcher does not give it, the number of all ranks.
+
+    Accelerate sets LOCAL_WORLD_SIZE to 1 for ranks on CPUs whose launcher has set none.
+    """
+    given = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    is_known = given > 1 or "TORCHELASTIC_RUN_ID" in os.environ or torch.cuda.is_available()
+    return given if given and is_known else world_size()
+
+
 def rank() -> int:
     """Returns the number of this process in the launcher's group; 0 without a group."""
     return dist.get_rank() if dist.is_initialized() else 0
