@@ -59,7 +59,7 @@ SAVERS: Mapping[str, dict[str, Any]] = {
     "shard_parameters": {"shard_parameters": True},
     "tp_size=2, link=200mbit": {"tp_size": 2, "link": "200mbit"},
 }
-BETWEEN, SKIPPED = 7, 2
+BETWEEN, SKIPPED = 20, 2
 """For `beside`: the steps up to the first save, between the saves and after them; those at the begin not counted."""
 
 COSTS = "costs.jsonl"

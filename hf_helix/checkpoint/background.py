@@ -50,7 +50,7 @@ _NICE = 19
 of a core that waits for communication. Two ranks on two cores took 1.7 times as long for the step that met a save of
 0.5 GB a rank with 0, 1.5 times with 10, and 1.3 times with 19, in which a second step took 1.25 times as long."""
 
-SHARE, LONGEST = 0.04, 60.0
+SHARE, LONGEST = 0.03, 60.0
 """The share of a core that the thread takes on a host whose cores all compute, and the seconds after which it rests no
 more: a long save loses more steps if the run dies before it is complete."""
 

@@ -281,7 +281,7 @@ def test_a_thread_rests_between_writes_until_somebody_waits() -> None:
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
     assert wrote.wait(60.0), "less than a buffer is no reason to rest"
-    assert not rested.wait(0.5), "a share of 0.04 of a core: 100 s of work are 2,400 s of rest"
+    assert not rested.wait(0.5), "100 s of work are an hour of rest"
     pace.end()
     assert rested.wait(60.0)
 
