@@ -36,6 +36,7 @@ from hf_helix.runtime.distributed.agreement import (
     on_all_ranks,
     remote_error,
 )
+from hf_helix.runtime.distributed.host import usable_cores
 from hf_helix.runtime.distributed.mesh import rank, ranks_of_host
 from hf_helix.runtime.failures.exchange import StoreExchange
 
@@ -226,8 +227,7 @@ def cores_are_busy(device: torch.device) -> bool:
     Args:
         device: of training.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return device.type == "cpu" and cores <= ranks_of_host() * torch.get_num_threads()
+    return device.type == "cpu" and usable_cores() <= ranks_of_host() * torch.get_num_threads()
 
 
 # -- copies ----------------------------------------------------------------------------------------------------------

@@ -59,15 +59,12 @@ class DirectFile(io.RawIOBase):
         end = first + (len(view) - first) // BLOCK * BLOCK
         if self._direct is None or end - first < LEAST:
             first = end = len(view)
-        for start in range(0, first, BUFFER):
-            part = view[start : min(start + BUFFER, first)]
-            _write(self._file, part, offset + start)
-            after_write.get()(len(part))
-        for start in range(first, end, BUFFER):
-            part = view[start : min(start + BUFFER, end)]
-            self._write_blocks(part, offset + start)
-            after_write.get()(len(part))
-        _write(self._file, view[end:], offset + end)
+        cached = functools.partial(_write, self._file)
+        for begin, stop, write in ((0, first, cached), (first, end, self._write_blocks), (end, len(view), cached)):
+            for start in range(begin, stop, BUFFER):
+                part = view[start : min(start + BUFFER, stop)]
+                write(part, offset + start)
+                after_write.get()(len(part))
 
     def _write_blocks(self, view: memoryview, offset: int) -> None:
         assert self._direct is not None

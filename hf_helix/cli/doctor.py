@@ -18,12 +18,12 @@ import yaml
 from hf_helix.cli.options import option, parse_count
 from hf_helix.cli.simulate import OnCluster
 from hf_helix.config import AUTO, OF_A_NODE, OFFLOADS, WITH_FEWER_NODES, HelixConfig, format_rate
-from hf_helix.doctor.processes import usable_cores
 from hf_helix.measure.progress import progress_bar
 from hf_helix.planning.collection import without_collection
 from hf_helix.planning.rules.registry import runs_one_strand
 from hf_helix.planning.timing.cluster import Cluster, load_cluster
 from hf_helix.planning.timing.sizes import Sizes, is_named, size_text
+from hf_helix.runtime.distributed.host import usable_cores
 
 if TYPE_CHECKING:
     from hf_helix.doctor.case import Case

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hf_helix.cli.options import Command
-from hf_helix.doctor.processes import usable_cores
+from hf_helix.runtime.distributed.host import usable_cores
 from hf_helix.version import __version__
 
 PACKAGES = (

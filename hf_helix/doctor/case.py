@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hf_helix.config import EVERY_MICROBATCH, HelixConfig
-from hf_helix.doctor.amounts.records import STATES
+from hf_helix.doctor.amounts.records import STATES, copies_axis
 from hf_helix.planning.choice.scheduler import Scheduler
 from hf_helix.planning.parameters import EXPERTS, TP, VOCABULARY, Place, Ranks, Sharers
 from hf_helix.planning.schedule.placement import layer_ranks, stage_ranks
@@ -110,9 +110,8 @@ class Case:
         slices = {TP: sizes.tp, EXPERTS: sizes.tp * sizes.ep, VOCABULARY: sizes.tp * self.counted.pp_size}
         axes: dict[str, Sharers] = {}
         for axis, size in slices.items():
-            copies = EXPERT_COPIES if axis == EXPERTS else COPIES
             replicas = sizes.expert_copies if axis == EXPERTS else sizes.copies
-            axes[axis] = Sharers(Ranks(size), Ranks(replicas), Ranks(shards.get(copies, 1)))
+            axes[axis] = Sharers(Ranks(size), Ranks(replicas), Ranks(shards.get(copies_axis(axis), 1)))
         return Place(axes, num_sequence_parts=sizes.cp, num_batches=sizes.dp)
 
     @property

@@ -7,7 +7,6 @@ must not use torch's threads: a forked process lacks them.
 """
 
 import multiprocessing
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -24,11 +23,6 @@ def in_processes(work: Callable[[Piece], Result], pieces: Sequence[Piece], worke
         return
     with multiprocessing.get_context("fork").Pool(min(workers, len(pieces)), _adopt, (work,)) as pool:
         yield from pool.imap(_do, pieces)
-
-
-def usable_cores() -> int:
-    """Returns the number of cores available to this process."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _adopt(work: Callable[[Any], Any]) -> None:

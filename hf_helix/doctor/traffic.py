@@ -9,7 +9,7 @@ its bandwidth.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hf_helix.doctor.amounts.records import GRADIENT, PARAMETER, Amounts, Transfer
+from hf_helix.doctor.amounts.records import GRADIENT, PARAMETER, Amounts, Transfer, copies_axis
 from hf_helix.doctor.case import ELEMENT, Case
 from hf_helix.doctor.estimate import LEAST, rings, transfer_seconds
 from hf_helix.planning.graph.operator import Kind
@@ -67,6 +67,8 @@ def _with(layout: Layout, sums: list[tuple[Bucket, int]], gathers: list[Kept], c
 def planned_reductions(amounts: Amounts, layout: Layout, case: Case) -> list[tuple[Bucket, int]]:
     """Returns the buckets that a plan orders, of all ranks of a pipeline, each with its bytes of experts' gradients."""
     found = list[tuple[Bucket, int]]()
+    if case.sizes.copies == 1 and not case.config.offload:  # asked for most layouts of a search
+        return found
     for rank in range(layout.num_ranks):
         gradients = amounts.completed_gradients(layout, rank, case.place, bool(case.config.offload))
         for bucket in gradient_buckets([member for _, member in gradients]):
@@ -174,18 +176,13 @@ def gather_seconds(kept: Kept, case: Case, cluster: Cluster) -> float:
     and gathers the full weights."""
     flat, row = kept
     assert row.flat is not None
-    axis, ranks, itemsize = copies_axis(row), _ranks(row, case), row.flat.itemsize
+    axis, ranks, itemsize = copies_axis(row.cut.mesh_axis), _ranks(row, case), row.flat.itemsize
     ring = rings(cluster, case.sizes)[axis]
     moved = flat.bytes / itemsize / ranks * (PARAMETER + itemsize)
     seconds = cluster.device.moving_seconds(moved) if itemsize != PARAMETER and not case.config.offload else 0.0
     if ranks > 1:
         seconds += transfer_seconds(Transfer(axis, "all_gather", ring.sent(flat.bytes)), ring, cluster)
     return max(LEAST, seconds)
-
-
-def copies_axis(row: Parameter) -> str:
-    """Returns the axis of the replicas with a parameter."""
-    return EXPERT_COPIES if row.cut.mesh_axis == EXPERTS else COPIES
 
 
 def cast_seconds(amounts: Amounts, layout: Layout, case: Case, cluster: Cluster) -> float:

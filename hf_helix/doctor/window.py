@@ -188,7 +188,7 @@ class WindowClock:
     def _defers(self) -> bool:
         """Whether the rule of the plan searches the number of units whose weight gradients are deferred. The search
         shortens a window by little more than its sums, but on ranks that wait for each other in every layer."""
-        return bool(self._completed(self.layout).layout.reductions) and not runs_one_strand(self._case.config.plan)
+        return bool(self._whole.layout.reductions) and not runs_one_strand(self._case.config.plan)
 
     @functools.cached_property
     def _few_layers(self) -> tuple[Sequence[Planned], float]:
@@ -199,11 +199,17 @@ class WindowClock:
     def _planned(self, layout: Layout, defers: bool = True) -> Planned:
         """Returns the plan of a layout; if it `defers`, made with gradient reductions: rules then search the number of
         deferred weight gradients, which is slow."""
-        profile, mesh = self._completed(layout), {"tp_size": self._case.sizes.tp}
+        profile = self._whole if layout is self.layout else self._completed(layout)
+        mesh = {"tp_size": self._case.sizes.tp}
         if self._plan is not None:
             return Planned(profile, self._plan)
         known = profile if defers else replace(self._profile, layout=layout)
         return Planned(profile, make_plan(self._case.config.plan, known, model=self.amounts.model.name, mesh=mesh))
+
+    @functools.cached_property
+    def _whole(self) -> Profile:
+        """The profile of all layers, with the traffic of parameters."""
+        return self._completed(self.layout)
 
     def _completed(self, layout: Layout) -> Profile:
         profile = replace(self._profile, layout=layout)

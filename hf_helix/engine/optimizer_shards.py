@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from types import MethodType
@@ -32,6 +31,7 @@ from hf_helix.operators.parameters.parts import cut_tensor
 from hf_helix.operators.zero.zero1 import zero1_flat_parameters
 from hf_helix.planning.parameters import Part
 from hf_helix.runtime.distributed.agreement import agree_on_action, on_all_ranks
+from hf_helix.runtime.distributed.host import usable_cores
 from hf_helix.runtime.distributed.mesh import Mesh, ranks_of_host
 from hf_helix.runtime.divided import elements_of, full_of, plain_parameters
 from hf_helix.runtime.executor import issue_copy
@@ -251,8 +251,7 @@ def host_threads(rank_units: RankUnits) -> Iterator[None]:
     cores: torchrun gives a process one thread. Also decorates functions."""
     before = torch.get_num_threads()
     if rank_units.host_shards:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(before, cores // ranks_of_host()))
+        torch.set_num_threads(max(before, usable_cores() // ranks_of_host()))
     try:
         yield
     finally:

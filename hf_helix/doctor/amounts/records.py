@@ -179,13 +179,8 @@ class Amounts:
     def weights(self) -> dict[str, Weights]:
         """The elements of the parameters of each unit, by its name. Parameters of several units count in the first:
         tied weights of a head count in the embedding."""
-        rows = self.parameters_by_unit
+        rows = self._by_unit(self.parameters)
         return {name: Weights.of(rows.get(name, ()), self.counted_place) for name in self.layout.units}
-
-    @cached_property
-    def parameters_by_unit(self) -> dict[str, list[Parameter]]:
-        """The parameters by the name of the first unit with them."""
-        return self._by_unit(self.parameters)
 
     @cached_property
     def _by_completion(self) -> dict[str, list[Parameter]]:
@@ -196,6 +191,7 @@ class Amounts:
         return self._by_unit([rows[number] for number in completion(rows, backward)])
 
     def _by_unit(self, rows: Iterable[Parameter]) -> dict[str, list[Parameter]]:
+        """Returns parameters by the name of the first unit with them."""
         found: dict[str, list[Parameter]] = {}
         for row in rows:
             found.setdefault(self.layout.units[row.units[0]], []).append(row)
@@ -206,7 +202,7 @@ class Amounts:
         """The place of the counted rank. A case may shard gradients over other ranks, see `Case.place`."""
         axes: dict[str, Sharers] = {}
         for axis, size in self.cut_over.items():
-            replicas = Ranks(self.spread.get(EXPERT_COPIES if axis == EXPERTS else COPIES, 1))
+            replicas = Ranks(self.spread.get(copies_axis(axis), 1))
             axes[axis] = Sharers(Ranks(size), replicas, replicas)
         return Place(axes)
 
@@ -242,6 +238,11 @@ class Amounts:
             return unit if other == name else next(each for each in own if layout.units[each] == other)
 
         return index
+
+
+def copies_axis(axis: str) -> str:
+    """Returns the axis of the replicas of parameters that are cut over an axis."""
+    return EXPERT_COPIES if axis == EXPERTS else COPIES
 
 
 def _in_fp32(row: Parameter, place: Place, on_host: bool) -> BucketMember | None:
