@@ -77,13 +77,14 @@ def full() -> None:
 
 
 class AtStep(TrainerCallback):
-    """Arms a fault when a step begins."""
+    """Arms a fault when a step begins and the save before is complete. One for each rank, since all wait for a save."""
 
-    def __init__(self, step: int, arm: Callable[[], None]) -> None:
-        self.step, self.arm = step, arm
+    def __init__(self, step: int, trainer: HelixTrainer, arm: Callable[[], None]) -> None:
+        self.step, self.trainer, self.arm = step, trainer, arm
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
+            self.trainer.end_save()
             self.arm()
 
 
@@ -185,10 +186,10 @@ def main() -> None:
         **flags.training,
     )
     trainer = HelixTrainer(model=tiny(**flags.model), args=args, train_dataset=rows)
-    if flags.fault and args.process_index == flags.victim:
+    if flags.fault:
         # A save comes after the second step and the fourth one; steps count from 0 here. Data are read a step ahead.
-        step = 2 if "in the data" in flags.fault else 3
-        trainer.add_callback(AtStep(step, lambda: FAULTS[flags.fault](rows)))
+        step, is_victim = 2 if "in the data" in flags.fault else 3, args.process_index == flags.victim
+        trainer.add_callback(AtStep(step, trainer, lambda: FAULTS[flags.fault](rows) if is_victim else None))
     last = get_last_checkpoint(OUT) if Path(OUT).is_dir() else None
     start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if start < flags.kills:
