@@ -38,7 +38,8 @@ from hf_helix.runtime.streams.trace import Trace
 MOST = 0.004  # of a run's time, for looks
 A_SPAN, A_LOOK = 4e-6, 2e-3  # seconds of the host, for an operator in a trace, and for everything else
 COUNTED = 2  # the window of a plan that says what a look costs; the windows before compile and make workspaces
-PATIENCE, POLL = 20.0, 0.02  # seconds that rank 0 waits for the times of others, and between two questions
+PATIENCE = 20.0  # seconds that rank 0 waits for the times of others
+SOONEST, LATEST = 0.02, 0.5  # seconds between two questions for them; each wait is twice the one before
 MOST_NAMED = 1000  # verdicts that are kept
 KEPT = 8  # looks of a rank in the store
 QUIET = 20  # looks without a verdict after which the same one is printed again
@@ -254,13 +255,14 @@ class Comparison:
     def _gathered(self, number: int) -> list[RankTimes]:
         """Returns the times of the other ranks; nothing if some have not come in time."""
         keys = [_key(number, other) for other in range(1, world_size())]
-        deadline = time.monotonic() + PATIENCE
+        deadline, waits = time.monotonic() + PATIENCE, SOONEST
         while not self._is_closed and time.monotonic() < deadline:
+            time.sleep(waits)  # first, too: the other ranks end their windows at about this time
+            waits = min(2 * waits, LATEST)
             if self._store.has(keys):
                 found = [json.loads(text) for text in self._store.multi_get(keys)]
                 if {each for each, _ in found} == {number}:
                     return [RankTimes.read(times) for _, times in found]
-            time.sleep(POLL)
         return []
 
 

@@ -47,11 +47,10 @@ class Pauses:
             gc.callbacks.remove(self._note_collection)
 
     def _watch(self) -> None:
-        while True:
-            before = time.monotonic() - activity.seconds_without_core()
-            if self._ended.wait(TICK):
-                return
-            late = time.monotonic() - activity.seconds_without_core() - before - TICK
+        now = _with_core()
+        while not self._ended.wait(TICK):
+            before, now = now, _with_core()
+            late = now - before - TICK
             if late > LEAST:
                 self._seconds[STOPPED] += late
 
@@ -60,3 +59,8 @@ class Pauses:
             self._began = time.perf_counter()
         else:
             self._seconds[COLLECTION] += time.perf_counter() - self._began
+
+
+def _with_core() -> float:
+    """Returns the time of a clock that stands still while other processes have the cores."""
+    return time.monotonic() - activity.seconds_without_core()

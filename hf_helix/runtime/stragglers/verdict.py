@@ -270,8 +270,9 @@ class History:
         self._span.append(look)
         while len(self._span) > LOOKS and _seconds_of([*self._span][1:]) >= SPAN:
             self._span.popleft()
+        usual = [{group: _usual(each, self._past, group) for group in each.links} for each in self._last]
         ranks = range(len(look.times))
-        self._excesses = [_excesses(self._past, self._last, self._span, rank) for rank in ranks]
+        self._excesses = [_excesses(self._past, self._last, usual, self._span, rank) for rank in ranks]
         verdict = judge(look, self._excesses) if len(self._last) == LOOKS else None
         self._named = [*self._last] if verdict else [each for each in self._named if each in self._last]
         return verdict
@@ -302,18 +303,25 @@ def judge(look: Compared, excesses: Sequence[Sequence[Excess]]) -> Verdict | Non
     return Verdict(tuple(ranks), tuple(look.times[rank].host for rank in ranks), found[worst])
 
 
-def _excesses(past: Sequence[Compared], last: Sequence[Compared], span: Sequence[Compared], rank: int) -> list[Excess]:
+def _excesses(
+    past: Sequence[Compared],
+    last: Sequence[Compared],
+    usual: Sequence[Mapping[str, Sequence[float]]],
+    span: Sequence[Compared],
+    rank: int,
+) -> list[Excess]:
     """Returns the excess of a rank by every cause.
 
     Args:
         past: looks before the last.
         last: `LOOKS` of them, or fewer at first.
+        usual: for each of the last looks, by group the usual seconds of its transfers.
         span: the looks of the last `SPAN` seconds.
         rank: the rank.
     """
     return [
         min(_computing(look, past, rank) for look in last),
-        min(_link(look, past, rank) for look in last),
+        min(_link(look, times, rank) for look, times in zip(last, usual, strict=True)),
         _events(span, rank, DATA, lambda times: {"": times.data}),
         _events(span, rank, HOST, lambda times: times.host_busy),
     ]
@@ -362,15 +370,13 @@ def plain(operator: str) -> str:
     return operator.partition(" [")[0].partition(" ")[2] or operator
 
 
-def _link(look: Compared, past: Sequence[Compared], rank: int) -> Excess:
-    return max(
-        (_link_of_group(look, past, rank, group, transfers) for group, transfers in look.times[rank].transfers.items()),
-        default=Excess(0.0, LINK),
-    )
+def _link(look: Compared, usual: Mapping[str, Sequence[float]], rank: int) -> Excess:
+    groups = look.times[rank].transfers.items()
+    excesses = (_link_of_group(look, usual[group], rank, group, transfers) for group, transfers in groups)
+    return max(excesses, default=Excess(0.0, LINK))
 
 
-def _link_of_group(look: Compared, past: Sequence[Compared], rank: int, group: str, transfers: Transfers) -> Excess:
-    usual = _usual(look, past, group)
+def _link_of_group(look: Compared, usual: Sequence[float], rank: int, group: str, transfers: Transfers) -> Excess:
     if not usual:
         return Excess(0.0, LINK, transfers.axis)
     arrivals = list(zip(look.links[group], usual, strict=True))
