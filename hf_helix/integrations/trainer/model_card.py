@@ -24,7 +24,6 @@ import yaml
 from huggingface_hub import RepoCard
 
 from hf_helix.config import OF_A_NODE, HelixConfig
-from hf_helix.doctor.page import memory_of_run
 from hf_helix.measure.overlap import Overlap
 from hf_helix.planning.plan.predict import Prediction
 from hf_helix.report.page import Part, WindowMemory, plan_parts, write_page
@@ -126,6 +125,8 @@ def format_launch(config: HelixConfig, ranks: int, mixed_precision: str, use_cpu
 
 def _write_page(trainer: Any, overlap: Overlap | None) -> str:
     """Writes the page of the run if its operators were measured, and returns the link to it, as Markdown."""
+    from hf_helix.doctor.page import memory_of_run  # here, so that a training script starts without the doctor
+
     engine, page = trainer.helix, Path(trainer.args.output_dir, PAGE)
     profile = engine.tuning.profile if engine.tuning is not None else None
     if profile is None or not page.parent.is_dir():
