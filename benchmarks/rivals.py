@@ -4,9 +4,9 @@ Every contender trains the same Llama with the same weights, batches and AdamW i
 and one thread each; rounds go through all contenders in turn, and in reverse the next time. A step is everything
 between two optimizer steps (batches, forward, backward, optimizer). The median step of the slowest rank counts, its
 first two steps do not; the table has the median over rounds, and the ratio is the median of the rounds' ratios.
-Memory is the peak of a process as the system counts it (without the peak before the first step), and the peak of live
-tensors in one further step, counted storage by storage. Losses of all steps are compared: a contender that computes
-another thing is an error.
+Memory is the peak of a process as the system counts it, of which every contender's imports, Transformers' Trainer
+included, are a part, and the peak of live tensors in one further step, counted storage by storage. Losses of all steps
+are compared: a contender that computes another thing is an error.
 
     python -m benchmarks.rivals
     python -m benchmarks.rivals --microbatches 8 16 --only pp_size=2
@@ -172,7 +172,7 @@ Step = Callable[[Sequence[Tensor]], float]
 def work(options: argparse.Namespace, run: Mapping[str, Any]) -> None:
     """Trains as one rank, and writes the figures of all ranks."""
     torch.manual_seed(0)
-    from transformers import LlamaForCausalLM
+    from transformers import LlamaForCausalLM, Trainer  # noqa: F401
 
     model = LlamaForCausalLM(
         llama(options.hidden, options.layers, options.vocabulary, max_position_embeddings=options.sequence)
