@@ -130,7 +130,7 @@ class _Found:
     is_scarce: bool
 
 
-def _open_bounds(steps: Iterable[Step], leading: Sequence[Step]) -> Iterator[Step]:
+def open_bounds(steps: Iterable[Step], leading: Sequence[Step]) -> Iterator[Step]:
     """Yields the bounds among the steps that leading steps, of `ranked`, depend on: these themselves, and bounds of the
     same sizes than which they may not be clearly faster."""
     chosen = {step.case.sizes: step for step in leading}
@@ -312,7 +312,7 @@ class Search:
         unfit: list[Dropped] = []
         while True:
             leading = self._leading_of(ranked(steps))
-            bounds = list(_open_bounds(steps, leading))
+            bounds = list(open_bounds(steps, leading))
             quick = bounds or [step for step in leading if step.fidelity is Fidelity.QUICK]
             if not quick:
                 return list(steps), unfit
