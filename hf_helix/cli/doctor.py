@@ -244,26 +244,13 @@ class DoctorCommand(OnCluster):
         return alone_line(step, steps[0] if steps else None, cluster)
 
     def _ranking(self, simulated: SimulatedModel, cluster: Cluster, tokens: int, **of_step: Any) -> Ranking:
-        """Returns the layouts, with states or weights on the host if that helps; `of_step` are fields of `Search`."""
-        ranking = self._search(simulated, cluster, tokens, self.top, **of_step)
-        if self.offload != AUTO or self.cuda_graphs == "true":  # a graph cannot copy to the host
-            return ranking
-        return self._with_offload(ranking, simulated, cluster, tokens, **of_step)
-
-    def _with_offload(
-        self, ranking: Ranking, simulated: SimulatedModel, cluster: Cluster, tokens: int, **of_step: Any
-    ) -> Ranking:
-        """Returns a ranking with layouts whose optimizer lies on the host, if nothing fits without or the fastest
-        recomputes while devices have its states; with parameters on the host, if nothing fits with that."""
+        """Returns the layouts, with states or weights on the host if that helps: with the optimizer, if nothing fits
+        without or the fastest recomputes while devices have its states; with the parameters, if nothing fits with that;
+        `of_step` are fields of `Search`."""
         optimizer, parameters = OFFLOADS
-        recomputes = any(step.case.recompute != "none" for step in ranking.steps[:1])
-        if not ranking.steps or (recomputes and not self.lora_r):
-            other = replace(self, offload=optimizer)
-            ranking = ranking.merged(other._search(simulated, cluster, tokens, self.top, **of_step))
-        if not ranking.steps:
-            other = replace(self, offload=parameters)
-            ranking = ranking.merged(other._search(simulated, cluster, tokens, self.top, **of_step))
-        return ranking
+        may_offload = self.offload == AUTO and self.cuda_graphs != "true"  # a graph cannot copy to the host
+        offloads = {optimizer: not self.lora_r, parameters: False} if may_offload else {}
+        return self._search(simulated, cluster, tokens, self.top, offloads=offloads, **of_step)
 
     def _chosen(self, ranking: Ranking) -> Step:
         """Returns the step of `layout`.
@@ -314,14 +301,13 @@ class DoctorCommand(OnCluster):
 
         offload = self.offload if self.offload in OFFLOADS else None
         share = simulated.image_share(self.sequence_length)
-        how = f", offload {offload}" if offload else ""
         with progress_bar() as progress:
             return Search(
                 simulated,
                 cluster,
                 tokens,
                 self.case_of(Sizes(), offload=offload, image_share=share),
-                progress=lambda stage, done: progress(f"{stage}{how}", done),
+                progress=progress,
                 workers=usable_cores(),
                 leading=leading,
                 layout=self.layout,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, TypeVar
@@ -100,18 +100,6 @@ class Ranking:
         near = [step for step in known if step.tokens_per_second > (1 - CLOSE) * best.tokens_per_second]
         return next((step for step in near if step.memory.total <= room), best)
 
-    def merged(self, other: Ranking) -> Ranking:
-        """Returns, for each combination of parallel sizes, the other search's step if that is clearly faster."""
-        best = {step.case.sizes: step for step in self.steps}
-        for step in other.steps:
-            mine = best.get(step.case.sizes)
-            if mine is not None and step.fidelity is Fidelity.BOUND:  # may be slower than that
-                continue
-            if mine is None or step.tokens_per_second > (1 + CLOSE) * mine.tokens_per_second:
-                best[step.case.sizes] = step
-        steps = sorted(best.values(), key=lambda step: -step.tokens_per_second)
-        return Ranking(steps, [each for each in other.dropped if each.case.sizes not in best], self.rivals)
-
     def fitting_rivals(self, cluster: Cluster) -> list[RivalStep]:
         """Returns the rivals that fit."""
         return [each for each in self.rivals if each.step.memory.total <= cluster.device.memory]
@@ -122,6 +110,18 @@ def is_plain(case: Case) -> bool:
     return case.sizes.tp == case.sizes.pp == case.sizes.cp == case.sizes.ep == 1
 
 
+def ranked(steps: Iterable[Step]) -> list[Step]:
+    """Returns a step for each combination of parallel sizes, the fastest first; a later one of the given steps, with
+    more on the host, only if it is clearly faster than those before. A bound counts if it could be right."""
+    best: dict[Sizes, Step] = {}
+    for step in steps:
+        mine = best.get(step.case.sizes)
+        margin = 1.0 if mine is not None and mine.fidelity is Fidelity.BOUND else 1 + CLOSE
+        if mine is None or step.tokens_per_second > margin * mine.tokens_per_second:
+            best[step.case.sizes] = step
+    return sorted(best.values(), key=lambda step: -step.tokens_per_second)
+
+
 @dataclass(frozen=True)
 class _Found:
     """The fastest fitting case, or the reason for none, and whether more memory could give a faster case."""
@@ -130,27 +130,44 @@ class _Found:
     is_scarce: bool
 
 
+def open_bounds(steps: Iterable[Step], leading: Sequence[Step]) -> Iterator[Step]:
+    """Yields the bounds among the steps that leading steps, of `ranked`, depend on: these themselves, and bounds of the
+    same sizes than which they may not be clearly faster."""
+    chosen = {step.case.sizes: step for step in leading}
+    for step in steps:
+        lead = chosen.get(step.case.sizes)
+        is_open = lead is not None and (1 + CLOSE) * step.tokens_per_second >= lead.tokens_per_second
+        if step.fidelity is Fidelity.BOUND and is_open:
+            yield step
+        if step is lead:  # later ones were not clearly faster
+            del chosen[step.case.sizes]
+
+
 class Leaders:
-    """The speeds of the fastest layouts so far, shared by the processes of a search.
+    """The speeds of layouts so far, shared by the processes of a search.
 
     Args:
+        candidates: the parallel sizes of all layouts.
         count: of the layouts that are looked for.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, candidates: Sequence[Sizes], count: int) -> None:
         has_fork = "fork" in multiprocessing.get_all_start_methods()
-        self._speeds: Any = multiprocessing.get_context("fork" if has_fork else None).Array("d", count)
+        self._speeds: Any = multiprocessing.get_context("fork" if has_fork else None).Array("d", len(candidates))
+        self._places = {sizes: place for place, sizes in enumerate(candidates)}
+        self._count = min(count, len(candidates))
 
     @property
     def least(self) -> float:
         """The speed below which a layout is none of the fastest; 0 while fewer are known."""
-        return float(min(self._speeds[:]))
+        return float(sorted(self._speeds[:])[-self._count])
 
-    def add(self, speed: float) -> None:
-        """Adds the speed of a layout."""
+    def add(self, sizes: Sizes, speed: float) -> None:
+        """Adds the speed of a layout; with more on the host, it counts if it is clearly faster, see `ranked`."""
+        place = self._places[sizes]
         with self._speeds.get_lock():
-            slowest = min(range(len(self._speeds)), key=lambda place: self._speeds[place])
-            self._speeds[slowest] = max(speed, self._speeds[slowest])
+            if speed > (1 + CLOSE) * self._speeds[place]:
+                self._speeds[place] = speed
 
 
 @dataclass
@@ -170,29 +187,62 @@ class Search:
     off: float = OFF
     batches: Sequence[int] = BATCHES  # the sizes of micro-batches to choose from
     wanted: int = 0  # number of the fastest layouts to know; others may be of `Fidelity.BOUND`. 0 to know all
+    # what may lie on the host besides what `usual` has there, tried in turn while nothing fits; if true, also if the
+    # fastest layout recomputes
+    offloads: Mapping[str, bool] = field(default_factory=dict)
     _peaks: dict[Case, list[Peak]] = field(default_factory=dict)
+    _gains: dict[Case, float] = field(default_factory=dict)
     _leaders: Leaders | None = None
 
     def run(self) -> Ranking:
         """Returns the layouts by speed, as found before if the question was asked before; none if nothing fits. Raises
         ValueError if the cluster has no rate for the type of matrix products."""
         step = self.batch_tokens, self.off, tuple(self.batches)
-        question = "ranking", self.cluster, step, self.leading, self.layout, self.wanted
+        question = "ranking", self.cluster, step, self.leading, self.layout, self.wanted, tuple(self.offloads.items())
         return self.model.answer(question, self.usual, self._found, (Ranking, Dropped, RivalStep, *OF_STEPS))
 
     def _found(self) -> Ranking:
         candidates = list(layouts(self.cluster, self.model.experts > 1))
-        self._leaders = Leaders(self.wanted) if self.wanted else None
-        # The earlier fast layouts are known, the fewer windows of others are predicted.
-        counted = self._told(COUNTING, map(self._promise, candidates), len(candidates))
-        promises = dict(zip(candidates, counted, strict=True))
-        ordered = sorted(candidates, key=promises.__getitem__, reverse=True)
-        pieces = [*ordered, *(RIVALS if Sizes(dp=self.cluster.devices) in ordered and self.cluster.devices > 1 else ())]
+        self._leaders = Leaders(candidates, self.wanted) if self.wanted else None
+        is_rival = Sizes(dp=self.cluster.devices) in candidates and self.cluster.devices > 1
+        steps, dropped, rivals = self._searched(candidates, RIVALS if is_rival else ())
+        offloads = dict(self.offloads)
+        while True:
+            while asked := self._asked_of_host(ranked(steps), offloads):
+                del offloads[asked]
+                further, dropped, _ = self._on_host(asked)._searched(candidates)
+                steps += further
+            steps, unfit = self._timed(steps)
+            dropped += unfit
+            if not self._asked_of_host(ranked(steps), offloads):
+                break
+        shown = self._with_details(steps)
+        known = {step.case.sizes for step in shown}
+        reasons = {each.case.sizes: each for each in dropped if each.case.sizes not in known}
+        return Ranking(shown, sorted(reasons.values(), key=lambda each: candidates.index(each.case.sizes)), rivals)
+
+    def _searched(
+        self, candidates: Sequence[Sizes], rivals: Sequence[str] = ()
+    ) -> tuple[list[Step], list[Dropped], list[RivalStep]]:
+        """Returns a step for each layout that fits, below `Fidelity.TIMED`; the other layouts; and the rivals."""
+        pieces = [*self._promising(candidates), *rivals]
         made = [*self._told(SIMULATING, self._in_processes(self._answered, pieces), len(pieces))]
-        steps, unfit = self._with_leading([each for each in made if isinstance(each, Step)])
-        dropped = [*unfit, *(each for each in made if isinstance(each, Dropped))]
-        rivals = [each for each in made if isinstance(each, RivalStep)]
-        return Ranking(steps, sorted(dropped, key=lambda each: candidates.index(each.case.sizes)), rivals)
+        return (
+            [each for each in made if isinstance(each, Step)],
+            [each for each in made if isinstance(each, Dropped)],
+            [each for each in made if isinstance(each, RivalStep)],
+        )
+
+    def _on_host(self, offload: str | None) -> Search:
+        """Returns the search of layouts with states or weights on the host."""
+        return replace(self, usual=self.usual.changed(offload=offload))
+
+    def _asked_of_host(self, steps: Sequence[Step], offloads: Mapping[str, bool]) -> str | None:
+        """Returns the first of what may lie on the host, if nothing fits, or if that may make the fastest of the steps
+        faster, which recomputes; None otherwise."""
+        recomputes = bool(steps) and steps[0].case.recompute != "none"
+        first = next(iter(offloads), None)
+        return first if first and (not steps or (recomputes and offloads[first])) else None
 
     def _in_processes(self, work: Callable[[Any], T], pieces: Sequence[Any]) -> Iterator[T]:
         """Yields the results of `work` for each piece, found in several processes if there are many layouts."""
@@ -201,6 +251,7 @@ class Search:
 
     def _told(self, stage: str, results: Iterable[T], count: int) -> Iterator[T]:
         """Yields the results of a stage, and reports the progress after each."""
+        stage += f", offload {self.usual.config.offload}" if self.usual.config.offload else ""
         if self.progress is not None and count:
             self.progress(stage, 0.0)
         for place, each in enumerate(results, 1):
@@ -212,51 +263,99 @@ class Search:
         """Returns the best of some parallel sizes, or a rival by name."""
         return self.rival(piece) if isinstance(piece, str) else self._best(piece)
 
+    def _promising(self, candidates: Sequence[Sizes]) -> list[Sizes]:
+        """Returns the layouts, the most promising first: the earlier fast layouts are known, the fewer windows of
+        others are predicted. As much is recomputed as fits, but where even without the layout is none of the first."""
+        counted = self._told(COUNTING, map(self._promise, candidates), len(candidates))
+        promises = dict(zip(candidates, counted, strict=True))
+        found: list[float] = []
+        for sizes in sorted(candidates, key=promises.__getitem__, reverse=True):
+            if len(found) >= self.wanted and (not self.wanted or promises[sizes] <= found[self.wanted - 1]):
+                break
+            promises[sizes] = self._fitting_promise(sizes, promises[sizes])
+            found = sorted((*found, promises[sizes]), reverse=True)
+        return sorted(candidates, key=promises.__getitem__, reverse=True)
+
     def _promise(self, sizes: Sizes) -> float:
-        """Returns about the most tokens a second of parallel sizes with the smallest micro-batches, as much recomputed
-        as fits; 0 if a model is not cut to them."""
-        case = self.usual.changed(sizes, batch=self.batches[0])
+        """Returns about the most tokens a second of parallel sizes with the smallest micro-batches, with nothing
+        recomputed; 0 if a model is not cut to them."""
         try:
-            check_sizes(sizes, case.length, self.model.layers, self.model.experts, case.config.schedule)
-            case = replace(case, microbatches=self._microbatches(sizes, case.batch))
-            most = self._most(case)
+            return self._most(self._smallest(sizes))
         except ValueError:
             return 0.0
+
+    def _fitting_promise(self, sizes: Sizes, most: float) -> float:
+        """Returns about the most tokens a second with as much recomputed as fits; `most` with nothing recomputed."""
         try:
-            return min(most, self._most(self._fitting(case, None)[0]))
+            return min(most, self._most(self._fitting(self._smallest(sizes), None)[0]))
         except ValueError:  # may fit with sharded weights
             return WITHOUT_ROOM * most
 
+    def _smallest(self, sizes: Sizes) -> Case:
+        """Returns the case of parallel sizes with the smallest micro-batches. Raises ValueError for sizes that cannot
+        be built or that take no number of micro-batches."""
+        case = self.usual.changed(sizes, batch=self.batches[0])
+        check_sizes(sizes, case.length, self.model.layers, self.model.experts, case.config.schedule)
+        return replace(case, microbatches=self._microbatches(sizes, case.batch))
+
     def _with_leading(self, steps: Sequence[Step]) -> tuple[list[Step], list[Dropped]]:
-        """Returns the steps, the fastest first, and the layouts that turn out not to fit.
+        """Returns the steps, the fastest first, and the layouts that turn out not to fit; see `_timed`."""
+        timed, unfit = self._timed(steps)
+        return self._with_details(timed), unfit
+
+    def _timed(self, steps: Sequence[Step]) -> tuple[list[Step], list[Dropped]]:
+        """Returns the steps that fit, in their order, and the layouts that turn out not to fit.
 
         The leading steps and the fastest step with only data parallelism are predicted at higher fidelity, repeatedly,
-        until no leading step is quick: new predictions change the order.
+        until no leading step is quick: new predictions change the order. A bound becomes quick before.
         """
         unfit: list[Dropped] = []
         while True:
-            steps = sorted(steps, key=lambda step: -step.tokens_per_second)
-            plain = [step for step in steps if is_plain(step.case)][: min(1, self.leading)]
-            asked = [step for step in steps if self._is_asked(step.case.sizes)]
-            leading = (*steps[: self.leading], *plain, *asked)
-            quick = {step.case: step for step in leading if step.fidelity in (Fidelity.BOUND, Fidelity.QUICK)}
+            leading = self._leading_of(ranked(steps))
+            bounds = list(open_bounds(steps, leading))
+            quick = bounds or [step for step in leading if step.fidelity is Fidelity.QUICK]
             if not quick:
-                return self._with_details(steps, leading), unfit
-            exact = self._in_processes(self._exact, list(quick.values()))
-            made = dict(zip(quick, self._told(TIMING, exact, len(quick)), strict=True))
+                return list(steps), unfit
+            cases = [step.case for step in quick]
+            exact = self._in_processes(self._unbounded if bounds else self._exact, quick)
+            made = dict(zip(cases, self._told(TIMING, exact, len(quick)), strict=True))
             unfit += [each for each in made.values() if isinstance(each, Dropped)]
             looked_at = [made.get(step.case, step) for step in steps]
             steps = [each for each in looked_at if isinstance(each, Step)]
 
-    def _with_details(self, steps: Sequence[Step], shown: Sequence[Step]) -> list[Step]:
-        """Returns the steps, of which those that are shown have exposed communication, bubble and waits."""
-        timed = {step.case: step for step in shown if step.fidelity is Fidelity.TIMED}
+    def _leading_of(self, steps: Sequence[Step]) -> list[Step]:
+        """Returns the steps to show of those given, the fastest first; quick ones by what they may become."""
+        first = sorted(steps, key=self._possible, reverse=True)[: self.leading]
+        plain = [step for step in steps if is_plain(step.case)][: min(1, self.leading)]
+        asked = [step for step in steps if self._is_asked(step.case.sizes)]
+        return list({step.case: step for step in (*first, *plain, *asked)}.values())
+
+    def _possible(self, step: Step) -> float:
+        """Returns about the most tokens a second of a step at higher fidelity: of a quick step of a pipeline as if cut
+        layers gave all ranks equal work."""
+        case = step.case
+        if step.fidelity is not Fidelity.QUICK or case.sizes.pp == 1:
+            return step.tokens_per_second
+        if case not in self._gains:
+            bounds = [bound_step(self.model.of_window(case), case, self.cluster, split) for split in (True, False)]
+            self._gains[case] = bounds[0].window / bounds[1].window
+        return self._gains[case] * step.tokens_per_second
+
+    def _with_details(self, steps: Sequence[Step]) -> list[Step]:
+        """Returns the steps of each layout, the fastest first; those to show have exposed communication, bubble and
+        waits."""
+        found = ranked(steps)
+        timed = {step.case: step for step in self._leading_of(found) if step.fidelity is Fidelity.TIMED}
         detailed = self._in_processes(self._detailed, list(timed.values()))
         made = dict(zip(timed, self._told(DETAILS, detailed, len(timed)), strict=True))
-        return [replace(made.get(step.case, step), planned=None) for step in steps]
+        return [replace(made.get(step.case, step), planned=None) for step in found]
 
     def _detailed(self, timed: Step) -> Step:
         return detailed_step(self.model.of_window(timed.case), timed, self.cluster)
+
+    def _unbounded(self, bound: Step) -> Step | Dropped:
+        """Returns the fastest fitting case of the parallel sizes of a bound, or the reason for none."""
+        return replace(self._on_host(bound.case.config.offload), _leaders=None)._best(bound.case.sizes)
 
     def _exact(self, quick: Step) -> Step | Dropped:
         """Returns a step at higher fidelity, without `shard_optimizer` and with layers cut between stages if the step
@@ -275,12 +374,7 @@ class Search:
         Example, in GB, with a budget of 80: a case seemed to need 78 and needs 84, so 80 / 84 * 78 = 74.3 is allowed.
         The next case seemed to need 74 and needs 79: it is returned.
         """
-        found = quick
-        if quick.fidelity is Fidelity.BOUND:
-            best = replace(self, _leaders=None)._best(quick.case.sizes)
-            if isinstance(best, Dropped):
-                return best
-            found = best
+        found, way = quick, self._on_host(quick.case.config.offload)
         budget = self.cluster.device.memory
         allowed = budget  # falls in every round, so that two cases do not take turns for ever
         while True:
@@ -296,7 +390,7 @@ class Search:
             allowed = min(0.99 * allowed, min(0.99, budget / needed) * seemed)
             device = replace(self.cluster.device, memory=allowed)
             smaller = replace(self.cluster, device=device)
-            other = replace(self, cluster=smaller, _leaders=None)._best(case.sizes)
+            other = replace(way, cluster=smaller, _leaders=None)._best(case.sizes)
             if isinstance(other, Dropped) or other.case == case:
                 return Dropped(case, needs_text(needed, budget))
             found = other
@@ -309,10 +403,28 @@ class Search:
         are sharded only if full weights leave too little memory, since sharded weights move more bytes; and only
         without a pipeline, whose stages would gather weights for every one of many micro-batches.
         """
-        found = self._best_way(sizes)
+        found = self._hopeless(sizes) or self._best_way(sizes)
         if self._leaders is not None and isinstance(found, Step) and found.fidelity is not Fidelity.BOUND:
-            self._leaders.add(found.tokens_per_second)
+            self._leaders.add(sizes, found.tokens_per_second)
         return found
+
+    def _hopeless(self, sizes: Sizes) -> Step | None:
+        """Returns a bound if no fitting case of some parallel sizes is among the leading steps; None if one may be, or
+        if none may fit."""
+        try:
+            case = self._smallest(sizes)
+            if not self._leads_never(case) or not self._fits_saving(case):
+                return None
+        except ValueError:
+            return None
+        bound = bound_step(self.model.amounts(case), case, self.cluster)
+        return replace(bound, window=case.tokens / self._most_of_sizes(case))
+
+    def _fits_saving(self, case: Case) -> bool:
+        """Returns whether a case fits with nothing recomputed or with layers."""
+        saving = case.changed(plan=ONE_STRAND, shard_optimizer=_shards_optimizer(case))
+        modes = RECOMPUTE[0], RECOMPUTE[-1]
+        return any(self._memory(saving.changed(recompute=mode)) <= self.cluster.device.memory for mode in modes)
 
     def _best_way(self, sizes: Sizes) -> Step | Dropped:
         fastest = self._fastest_of_strands(sizes)
@@ -400,8 +512,12 @@ class Search:
 
     def _leads_never(self, case: Case) -> bool:
         """Returns whether no micro-batches of a case's sizes are among the leading steps, whatever they recompute."""
+        return self._most_of_sizes(case) <= self._least_of_leading(case)
+
+    def _most_of_sizes(self, case: Case) -> float:
+        """Returns the most tokens a second of a case's sizes, with any micro-batches and whatever is recomputed."""
         least = replace(case, batch=self.batches[0]).changed(recompute="none", spread_vocabulary=False)
-        return self._ceiling(least, self.batches[-1]) <= self._least_of_leading(case)
+        return self._ceiling(least, self.batches[-1])
 
     def _ceiling(self, case: Case, batch: int) -> float:
         """Returns the most tokens a second of a case with larger micro-batches, by its own amounts."""
@@ -527,8 +643,7 @@ class Search:
         saves recomputation; and under "auto" the case of a named schedule. The case of another placement, with
         more waiting, follows only if nothing fits on the fold. Raises ValueError if the model cannot be cut to these
         sizes, or does not fit."""
-        whole = case.config.shard_parameters or case.streams_weights
-        shards = (True, False) if case.sizes.spread() and not whole else (False,)
+        shards = (True, False) if _shards_optimizer(case) else (False,)
         modes: Sequence[str] = (*RECOMPUTE, OFFLOAD) if case.config.offload else RECOMPUTE
         modes = modes[modes.index(smaller.recompute) :] if smaller is not None else modes
         reductions = (
@@ -579,6 +694,11 @@ class Search:
         if whole not in self._peaks:
             self._peaks[whole] = peaks_of_case(amounts, case, layout)
         return memory_of_case(amounts, case, layout, self._peaks[whole]).total
+
+
+def _shards_optimizer(case: Case) -> bool:
+    """Returns whether replicas may step shards of their weights."""
+    return bool(case.sizes.spread()) and not (case.config.shard_parameters or case.streams_weights)
 
 
 def _may_fit(mode: str, made: Sequence[RivalStep], fitting: Sequence[RivalStep]) -> bool:

@@ -27,7 +27,7 @@ from hf_helix.planning.choice.slot_clock import Costs, simulate_schedule, stage_
 from hf_helix.planning.graph.backward import FIRST, NEXT
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plan.plan import Plan
-from hf_helix.planning.plan.predict import Prediction, predict
+from hf_helix.planning.plan.predict import Prediction, predict, timeline_of
 from hf_helix.planning.rules.registry import make_plan, runs_one_strand
 from hf_helix.planning.schedule.actions import Schedule
 from hf_helix.planning.schedule.named import FOLDED, NAMED_SCHEDULES
@@ -274,10 +274,12 @@ class WindowClock:
             return by_kind
         used = {op.kind for pair in self.layout.graphs.values() for _, op in pair.entries()}
         kinds = [kind for kind in Kind if kind in used and kind.communicates and kind is not Kind.PIPELINE]
+        if not kinds:
+            return {}
         counts = [min(self._microbatches, count) for count in COMPARED]
         plan, own = self.planned.plan, self._own
-        windows = {each: predict(plan, own, self._on_one_rank(each), timeline=True) for each in dict.fromkeys(counts)}
-        few, more = (exposed_seconds(windows[each].timeline) for each in counts)
+        orders = {each: plan.issue(self._on_one_rank(each), own.layout) for each in dict.fromkeys(counts)}
+        few, more = (exposed_seconds(timeline_of(orders[each], own)) for each in counts)
         further = (self._microbatches - counts[1]) / max(1, counts[1] - counts[0])
         exposed: dict[Kind, float] = {}
         for kind in kinds:
@@ -432,7 +434,7 @@ def rank_layout(layout: Layout, rank: int) -> Layout:
 # -- schedules ---------------------------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=512)
 def schedule_of(name: str, num_ranks: int, microbatches: int, is_spread: bool = False) -> Schedule:
     """Returns the schedule of a window, made once for all layouts with these arguments."""
     return Scheduler(name, num_ranks, spread=is_spread)(microbatches)

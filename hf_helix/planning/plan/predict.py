@@ -20,6 +20,7 @@ from hf_helix.planning.schedule.actions import Schedule
 from hf_helix.planning.timing.operator_clock import Timeline, simulate
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.instructions import Instruction
+from hf_helix.planning.window.passes import OrderedWindow
 from hf_helix.planning.window.window import STREAMS
 
 COPIES = (3, 7, 15, 31)  # repetitions to simulate; more while the times are not periodic
@@ -56,8 +57,7 @@ def predict(plan: Plan, profile: Profile, schedule: Schedule, timeline: bool = F
     """
     if timeline:
         ordered = plan.issue(schedule, profile.layout)
-        arrays, order = ordered.arrays(profile.times)
-        drawn = simulate(arrays.permuted(order), profile.contention)
+        drawn = timeline_of(ordered, profile)
         programs = (free_values(ordered.program(rank)) for rank in range(len(ordered.orders)))
         return replace(_prediction(drawn), drawn=drawn, instructions=list(chain.from_iterable(programs)))
     window = order_window(plan, schedule, profile.layout)
@@ -77,6 +77,12 @@ def predict(plan: Plan, profile: Profile, schedule: Schedule, timeline: bool = F
             return _extended(made, left // period * period, further, window.shift)
     half = len(gaps[0]) // 2
     return _extended(made, left, max(sum(each[-half:]) / half for each in gaps), window.shift)
+
+
+def timeline_of(ordered: OrderedWindow, profile: Profile) -> Timeline:
+    """Returns the timeline of a window whose order is known, operator by operator."""
+    arrays, order = ordered.arrays(profile.times)
+    return simulate(arrays.permuted(order), profile.contention)
 
 
 def _extended(made: Prediction, left: int, seconds: float, shift: int) -> Prediction:

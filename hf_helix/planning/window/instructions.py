@@ -109,7 +109,18 @@ def transfers_of(slot: Slot, layout: Layout, receives: bool) -> list[Pass]:
 
 
 def slot_passes(slot: Slot, layout: Layout) -> list[Pass]:
-    """The passes of a slot: receives, then block by block forward before backward, then sends."""
+    """The passes of a slot: receives, then block by block forward before backward, then sends. Slots of equal stages
+    differ in their micro-batches only."""
+    actions = slot.actions
+    key = tuple([(action.stage, action.computation_type) for action in actions])
+    made = layout.passes.get(key)
+    if made is None:
+        passes = _slot_passes(slot, layout)
+        made = layout.passes[key] = [(unit, forward, actions.index(action)) for (_, unit, forward), action in passes]
+    return [((actions[number].microbatch, unit, forward), actions[number]) for unit, forward, number in made]
+
+
+def _slot_passes(slot: Slot, layout: Layout) -> list[Pass]:
     found = transfers_of(slot, layout, receives=True)
     for block in blocks_of(slot, layout):
         for unit_pass, action in zip(block, (slot.forward, slot.backward), strict=True):

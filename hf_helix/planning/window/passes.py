@@ -57,19 +57,20 @@ class OrderedWindow:
         Raises:
             KeyError: `times` lacks an operator.
         """
-        window, awaited = self.window, self.window.pattern.is_awaited
+        window, count, indices = self.window, len(self.window), self.window.indices
+        awaited, reduces_often = window.pattern.is_awaited, window.layout.reduces_often
         arrays, order = window.arrays(times, traffic=True), list[int]()
         for rank, places in enumerate(self.orders):
             moving: list[int] = []
             often, waits = list[int](), list[int]()
             for place in run_passes(window, places):
                 if place >= 0:
-                    if place < len(window) and awaited[window.indices[place]]:
+                    if place < count and awaited[indices[place]]:
                         moving.append(place)
-                    if window.is_reduced_often(place):
+                    if reduces_often and window.is_reduced_often(place):
                         often.append(place)
                         waits = often[-1 - MAX_COPIES : -MAX_COPIES]
-                    elif arrays.streams[place] == COMPUTE:
+                    elif waits and arrays.streams[place] == COMPUTE:
                         arrays.needs[place] += waits
                         waits = []
                     order.append(place)

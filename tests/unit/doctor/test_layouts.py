@@ -12,10 +12,19 @@ from hf_helix.config import OFFLOADS
 from hf_helix.doctor import layouts as searching
 from hf_helix.doctor.amounts.records import STATES
 from hf_helix.doctor.case import Case
-from hf_helix.doctor.layouts import ONE_STRAND, Ranking, Search, check_sizes, is_plain, layouts
+from hf_helix.doctor.layouts import (
+    ONE_STRAND,
+    Ranking,
+    Search,
+    check_sizes,
+    is_plain,
+    layouts,
+    open_bounds,
+    ranked,
+)
 from hf_helix.doctor.report import shards_line
 from hf_helix.doctor.simulated import SimulatedModel
-from hf_helix.doctor.step import layout_of, memory_of_case, simulate_step
+from hf_helix.doctor.step import Step, layout_of, memory_of_case, simulate_step
 from hf_helix.doctor.window import Fidelity
 from hf_helix.models.families.llama import Llama
 from hf_helix.models.graph.context import ParallelContext
@@ -50,12 +59,14 @@ def ranking() -> Ranking:
         return search(paper, sequences=SEQUENCES)
 
 
-def search_of(sizes: Sizes, paper: SimulatedModel, cluster: Cluster, sequences: int = 32, leading: int = 0) -> Ranking:
+def search_of(
+    sizes: Sizes, paper: SimulatedModel, cluster: Cluster, sequences: int = 32, leading: int = 0, **options: Any
+) -> Ranking:
     """What is found for some parallel sizes alone, which does not depend on what is found for others."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(searching, "layouts", lambda *_: [sizes])
         patch.setattr(Search, "rival", lambda *_: None)
-        return search(paper, cluster, sequences, leading=leading)
+        return search(paper, cluster, sequences, leading=leading, **options)
 
 
 def reasons(ranking: Ranking) -> dict[Sizes, str]:
@@ -266,6 +277,42 @@ def test_states_on_the_host_leave_room_and_take_its_time():
     assert offloaded.host == pytest.approx((4 + 8 + 4 + 2) * of_node)
     slow = replace(CLUSTER, host=replace(CLUSTER.host, bandwidth=CLUSTER.host.bandwidth / 1e4))
     assert simulate_step(paper.amounts(case := offloaded.case), case, slow).seconds > 1.1 * offloaded.seconds
+
+
+def test_states_lie_on_the_host_if_nothing_fits_without_or_the_fastest_recomputes():
+    paper, sizes = paper_of(num_hidden_layers=4), Sizes(tp=2)
+    kept, full = (
+        memory_of_case(paper.amounts(case), case).total
+        for case in (Case.of(sizes, 1, LENGTH, 32, plan=ONE_STRAND, recompute=mode) for mode in ("none", "full"))
+    )
+    assert full < kept
+    for room, offloads, expected in (
+        (10 * kept, {"optimizer": True, "parameters": False}, None),
+        ((full + kept) / 2, {}, None),
+        ((full + kept) / 2, {"optimizer": False}, None),
+        ((full + kept) / 2, {"optimizer": True, "parameters": False}, "optimizer"),
+        (0.9 * full, {"optimizer": False, "parameters": False}, "optimizer"),
+    ):
+        cluster = replace(CLUSTER, devices_per_node=2, device=replace(CLUSTER.device, memory=room))
+        (step,) = search_of(sizes, paper, cluster, leading=1, offloads=offloads).steps
+        assert step.case.config.offload == expected
+        assert step.memory.total <= room
+
+
+def test_the_later_of_two_ways_is_taken_only_if_clearly_faster(ranking: Ranking) -> None:
+    first = ranking.steps[0]
+
+    def faster(ratio: float, fidelity: Fidelity = Fidelity.QUICK) -> Step:
+        return replace(first, window=first.seconds / ratio, sums=0.0, optimizer=0.0, fidelity=fidelity)
+
+    one, near, far = faster(1.0), faster(1.04), faster(1.06)
+    assert ranked([one, near]) == [one]
+    assert ranked([one, far]) == [far]
+    # It is faster than a bound, but perhaps not by as much: then what the bound stands for is looked at.
+    high, low = faster(1.02, Fidelity.BOUND), faster(0.9, Fidelity.BOUND)
+    for bound, is_open in ((high, True), (low, False)):
+        assert ranked([bound, near]) == [near]
+        assert [*open_bounds([bound, near], [near])] == [bound] * is_open
 
 
 def test_an_update_hides_the_copies_of_other_slices():
