@@ -66,6 +66,7 @@ OWNED: dict[str, str] = {
     "trl.trainer.distillation_trainer": "ChunkedDivergenceFunction",
     "trl.trainer.grpo_trainer:GRPOTrainer": "_generate_and_score_completions",
     "trl.trainer.dpo_trainer:DPOTrainer": "_precompute_ref_logps _compute_loss compute_ref_log_probs",
+    "trl.trainer.kto_trainer:KTOTrainer": "_compute_loss compute_ref_log_probs _compute_kl_logps",
     "trl.generation.vllm_generation:VLLMGeneration": "_iter_named_params sync_weights generate",
     "transformers.utils.generic": "TransformersKwargs",
     "accelerate.utils.modeling": "get_mixed_precision_context_manager",
@@ -110,6 +111,8 @@ MENTIONED: dict[str, str] = {
     "accelerate.hooks:add_hook_to_module": "_hf_hook",
     "trl.trainer.dpo_trainer:DPOTrainer.__init__": "_tp_size _is_vision_dataset _metrics "
     "precompute_ref_logps ref_model",
+    "trl.trainer.kto_trainer:KTOTrainer.__init__": "_tp_size _is_vision_dataset _metrics "
+    "precompute_ref_logps ref_model calculate_KL",
     "trl.generation.vllm_generation:VLLMGeneration.sync_weights": "_weight_metadata _iter_named_params",
     "trl.generation.vllm_generation:VLLMGeneration.__init__": "mode enable_sleep_mode accelerator",
     "trl.trainer.grpo_trainer:GRPOTrainer.__init__": "vllm_generation",
@@ -143,6 +146,8 @@ TAKES: dict[str, str] = {
     "transformers.models.phimoe.modeling_phimoe:PhimoeExperts._apply_gate": "self, gate_up_out",
     "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeExperts._apply_gate": "self, gate_up_out",
     "trl.trainer.dpo_trainer:DPOTrainer.compute_ref_log_probs": "self, model, inputs",
+    "trl.trainer.kto_trainer:KTOTrainer.compute_ref_log_probs": "self, model, inputs",
+    "trl.trainer.kto_trainer:KTOTrainer._compute_kl_logps": "self, model, batch",
     "trl.generation.vllm_generation:VLLMGeneration._iter_named_params": "self",
     "trl.generation.vllm_generation:VLLMGeneration.sync_weights": "self",
     "trl.generation.vllm_generation:VLLMGeneration.generate": "self, prompts, images, num_generations, profiler=",

@@ -25,6 +25,25 @@ def compare_runs(result: dict[str, Any], expected: dict[str, Any], steps: int = 
     np.testing.assert_allclose(result["eval"], expected["eval"], rtol=0, atol=factor * 1e-5)
 
 
+def compare_gradients(
+    result: Mapping[str, Any], expected: Mapping[str, Any], what: str = "", floor: float = 0.0
+) -> None:
+    """Every gradient by name to 1e-4 of its norm.
+
+    Args:
+        result: None for a gradient that another rank holds.
+        what: ran here, for the error.
+        floor: of the distance that is allowed, in parts of the norm of all gradients.
+    """
+    assert result.keys() == expected.keys(), what
+    least = 1e-12 + floor * np.sqrt(sum(np.sum(each.astype(np.float64) ** 2) for each in expected.values()))
+    for name, gradient in expected.items():
+        if result[name] is None:
+            continue
+        distance, norm = np.linalg.norm(result[name].astype(np.float64) - gradient), np.linalg.norm(gradient)
+        assert distance <= 1e-4 * norm + least, f"{what}: {name} differs by {distance:.1e} of {norm:.1e}"
+
+
 def compare_weights(folder: Path | str, expected_folder: Path | str, factor: float = 1.0) -> None:
     """Both load as plain Transformers checkpoints with the same names and the same values to 1e-4 of their norms, or by
     a factor less exactly."""

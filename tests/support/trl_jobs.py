@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from support.sft_jobs import VOCABULARY, mixed, pairs
+from transformers import TrainerCallback
 
 LEFT_OUT = ("eval_runtime", "eval_s", "train_", "helix", "epoch", "step_time")
 LARGE = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 7, "num_attention_heads": 8}
@@ -126,6 +127,25 @@ def make(
     random.seed(0)
     torch.manual_seed(0)
     return mixed(stock, helix, **options)
+
+
+class FirstGradients(TrainerCallback):
+    """The whole gradients of a trainer's first step, by the names of what is trained."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.found: dict[str, Any] = {}
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        if not self.found:
+            trained = {name: each for name, each in self.trainer.model.named_parameters() if each.requires_grad}
+            self.found = {name: self._whole(name, each).float().numpy().copy() for name, each in trained.items()}
+
+    def _whole(self, name: str, parameter: Any) -> torch.Tensor:
+        if not hasattr(self.trainer, "helix"):
+            return parameter.grad
+        with self.trainer.helix.full_gradient(name) as gradient:
+            return gradient.detach()
 
 
 def log_of(trainer: Any) -> list[dict[str, Any]]:

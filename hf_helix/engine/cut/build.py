@@ -242,9 +242,22 @@ class _Cut:
     def check(self, units: Sequence[Unit]) -> list[nn.Module]:
         """Refuses a model whose code is not cut; returns the modules that run as they are."""
         as_is = [*self.family.side_modules(self.base), *(each for unit in units for each in unit.modules_run_as_is)]
+        if self.loss_tweaks.ends_at_decoder:
+            self._check_end(units)
         if self.layer_indices is None:
             check_forwards(self.model, self.base, self.family, as_is, self.loss_tweaks.ends_at_decoder)
         return as_is
+
+    def _check_end(self, units: Sequence[Unit]) -> None:
+        """Refuses a decoder with weights that it reads after its last hidden states, such as those of a pooler."""
+        read = {parameter for unit in units for parameter in unit.placements.keys() - {*unit.above}}
+        read |= {*self.family.unread_parameters(self.base)}
+        decoder = self.family.decoder(self.base)
+        if beyond := [name for name, parameter in decoder.named_parameters() if parameter not in read]:
+            raise ValueError(
+                f"{type(self.base).__name__} computes with {beyond[0]} after its last hidden states, and calls return "
+                "these only; use a model without it, or the stock Trainer"
+            )
 
     def place(self, units: Sequence[Unit]) -> RankUnits:
         """Places units on the ranks of the pipeline."""

@@ -1,11 +1,11 @@
-"""TRL's DPO within the plan: the loss of its own code, from log-probabilities of the cut model's head.
+"""TRL's DPO and KTO within the plan: the loss of their own code, from log-probabilities of the cut model's head.
 
-In:   a `DPOTrainer` under the mixin, whose loss nobody overrides; the batches of a window.
+In:   a `DPOTrainer` or `KTOTrainer` under the mixin, whose loss nobody overrides; the batches of a window.
 Out:  the `TokenLoss` of the cut model; batches with the log-probabilities of the reference; TRL's figures for the log.
 Must hold: every loss and figure is computed by TRL's own code. Nothing is logged or gathered within a window, which may
 be one that is only measured. A loss that the plan cannot compute is called. TRL is not imported.
 
-    before a window   compute_ref_log_probs(reference, batch)
+    before a window   compute_ref_log_probs(reference, batch); of KTO also _compute_kl_logps(model, batch)
     within it         compute_loss(log-probabilities, batch) up to its first figure for the log
     after it          compute_loss(log-probabilities, batch) once more, without gradients, for the figures
 """
@@ -35,27 +35,28 @@ from hf_helix.operators.vocabulary.log_probs import LogProbs
 from hf_helix.operators.vocabulary.loss import IGNORED
 from hf_helix.runtime.distributed.mesh import Mesh
 
-DPO_TRAINER = "trl.trainer.dpo_trainer.DPOTrainer"
 _LOSS = "_compute_loss"
+_KL = "_compute_kl_logps"
 _KNOWN = "hf_helix.", "transformers.", "trl.trainer.base_trainer"
 
 _HOOKS = (
-    *("compute_loss", _LOSS, "compute_ref_log_probs", "training_step", "prediction_step", "_wrap_model"),
+    *("compute_loss", _LOSS, _KL, "compute_ref_log_probs", "training_step", "prediction_step", "_wrap_model"),
     *("compute_loss_context_manager", "autocast_smart_context_manager", "_prepare_context_parallel_inputs"),
 )
-"""Methods that a step of TRL's trainer runs, and that run at other times, or not at all, within a plan."""
+"""Methods that a step of TRL's trainers runs, and that run at other times, or not at all, within a plan."""
 
 _LABELS = "labels"
 
 
-def planned_dpo(trainer: Any, model: Any) -> "StockDPOTrainer | None":
+def planned_preferences(trainer: Any, model: Any) -> "StockPreferenceTrainer | None":
     """Returns the description of a trainer whose loss is computed within the plan; None for any other.
 
     Args:
         trainer: before its model is cut.
         model: before the cut.
     """
-    if not _is_stock_dpo(type(trainer)) or trainer._loss_function is not None:
+    kind = next((each for each in (StockDPOTrainer, StockKTOTrainer) if each.describes(type(trainer))), None)
+    if kind is None or trainer._loss_function is not None:
         return None
     args, base = trainer.args, base_of(model)
     if getattr(trainer, "_is_vision_dataset", True) or has_towers(base) or not has_causal_head(base):
@@ -66,35 +67,49 @@ def planned_dpo(trainer: Any, model: Any) -> "StockDPOTrainer | None":
     # The reference of an adapted model is evaluated without the additions of a training step.
     if args.activation_offloading or not args.disable_dropout or args.neftune_noise_alpha is not None:
         return None
-    found = StockDPOTrainer(args, model)
+    found = kind(args, model)
     return found if found.balances_as_built(base, is_declared) else None
 
 
-def _is_stock_dpo(kind: Any) -> bool:
-    """Returns whether a class has the loss of TRL's DPOTrainer, as known here, and every class that overrides a
-    step of it, also one behind the mixin, is a known one."""
-    found = next((base for base in kind.__mro__ if name_of(base) == DPO_TRAINER), None)
-    owners = [base for base in kind.__mro__ if any(hook in vars(base) for hook in _HOOKS)]
-    known = (base is found or base.__module__.startswith(_KNOWN) for base in owners)
-    if found is None or not all(known) or _LOSS not in vars(found):
-        return False
-    code = vars(found)[_LOSS].__code__
-    return "loss" in code.co_varnames and "entropy" in code.co_names
-
-
-class StockDPOTrainer(StockTrainer):
-    """TRL's `DPOTrainer`, whose loss is one of log-probabilities.
+class StockPreferenceTrainer(StockTrainer):
+    """A trainer of TRL with a reference, whose loss is one of log-probabilities.
 
     Args:
         args: the training arguments.
         model: before the cut.
+
+    Attributes:
+        trl_class: the name of TRL's class.
+        local: the variable of its loss before the first figure.
+        reads: names that its loss, as known here, reads.
+        reference: the keys of a batch for what `compute_ref_log_probs` returns.
+        outputs: the figures that its code reads.
+        gathers_alike: whether its code gathers the same figures in every batch.
     """
+
+    trl_class: str
+    local: str
+    reads: set[str]
+    reference: tuple[str, str]
+    outputs: tuple[str, ...]
+    gathers_alike = True
 
     def __init__(self, args: Any, model: Any) -> None:
         config, asked = model.config.get_text_config(), args.router_aux_loss_coef
         self._coefficient = getattr(config, "router_aux_loss_coef", 0.0) if asked is None else asked
         self._balances = hasattr(config, "output_router_logits") and self._coefficient != 0.0
-        self._outputs = ("entropy", "mean_logits", "is_top1", *(["log_sum_sq_probs"] if args.use_weighting else []))
+
+    @classmethod
+    def describes(cls, kind: Any) -> bool:
+        """Returns whether a class has the loss of TRL's class, as known here, and every class that overrides a step of
+        it, also one behind the mixin, is a known one."""
+        found = next((base for base in kind.__mro__ if name_of(base) == cls.trl_class), None)
+        owners = [base for base in kind.__mro__ if any(hook in vars(base) for hook in _HOOKS)]
+        known = (base is found or base.__module__.startswith(_KNOWN) for base in owners)
+        if found is None or not all(known) or _LOSS not in vars(found):
+            return False
+        code = vars(found)[_LOSS].__code__
+        return cls.local in code.co_varnames and cls.reads <= {*code.co_names}
 
     def balances_as_built(self, base: Any, is_declared: bool) -> bool:
         """Returns whether the loss of routers, if TRL adds one, is the one that is built."""
@@ -118,9 +133,35 @@ class StockDPOTrainer(StockTrainer):
         """Returns the loss within the plan."""
 
         def loss(found: LogProbs, batch: Mapping[str, Tensor]) -> Tensor:
-            return _loss_of(trainer, found, _without_labels(batch))
+            return self._loss_of(trainer, found, _without_labels(batch))
 
-        return TokenLoss(loss, self._outputs, self._coefficient)
+        return TokenLoss(loss, self.outputs, self._coefficient)
+
+    def _loss_of(self, trainer: Any, found: LogProbs, batch: Mapping[str, Any]) -> Tensor:
+        """Returns the loss of TRL's code without the loss of routers.
+
+        That code computes loss and figures in one function. It is left at the first figure, and the loss is made of
+        its local variable.
+        """
+        outputs, known = _BeforeFigures(found), {**self.known(), **self.gathered(trainer, batch)}
+        try:
+            with _attributes(trainer, **known, aux_loss_enabled=False, _metrics=_NoFigures()):
+                trainer.compute_loss(lambda **_: outputs, batch)
+        except _FiguresBegin as reached:
+            return self.mean(_local(reached, getattr(type(trainer), _LOSS).__code__, self.local))
+        raise AssertionError(f"{self.trl_class} reads no figures")
+
+    def known(self) -> dict[str, Any]:
+        """Returns the attributes of a trainer under which TRL's code calls the model once: the rest is in the batch."""
+        return {"precompute_ref_logps": True}
+
+    def gathered(self, trainer: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the attributes of a trainer under which TRL's code gathers nothing before the first figure."""
+        return {}
+
+    def mean(self, local: Tensor) -> Tensor:
+        """Returns the loss, a scalar, from the local variable."""
+        return local
 
     def batch_factor(self, num_parts: int, dp_size: float) -> float:
         """Returns the factor of the loss of a micro-batch: TRL averages over micro-batches and ranks."""
@@ -132,15 +173,15 @@ class StockDPOTrainer(StockTrainer):
         if not trainer.precompute_ref_logps:
             reference = trainer.ref_model or self.evaluated(trainer)
             with together():
-                chosen, rejected = trainer.compute_ref_log_probs(reference, batch)
-            batch = {**batch, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+                found = zip(self.reference, trainer.compute_ref_log_probs(reference, batch), strict=True)
+            batch = {**batch, **{name: value for name, value in found if value is not None}}
         return {**batch, _LABELS: batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORED)}
 
     def take_losses(self, trainer: Any, batches: Sequence[Any], found: Sequence[Tensor]) -> Tensor:
         """Returns the losses, and makes TRL's code keep its figures. Collective over the data-parallel ranks."""
         mesh, stock = trainer.helix.mesh, trainer.accelerator
-        with torch.no_grad(), trainer.compute_loss_context_manager(), _attributes(trainer, precompute_ref_logps=True):
-            if mesh.dp_size == 1:
+        with torch.no_grad(), trainer.compute_loss_context_manager(), _attributes(trainer, **self.known()):
+            if mesh.dp_size == 1 or not self.gathers_alike:
                 _keep_figures(trainer, batches, found)
             else:
                 rows = RowsTogether(mesh)
@@ -165,6 +206,54 @@ class StockDPOTrainer(StockTrainer):
             return _outputs(values, batch["input_ids"])
 
         return model
+
+
+class StockDPOTrainer(StockPreferenceTrainer):
+    """TRL's `DPOTrainer`."""
+
+    trl_class = "trl.trainer.dpo_trainer.DPOTrainer"
+    local, reads = "loss", {"entropy"}
+    reference = "ref_chosen_logps", "ref_rejected_logps"
+    outputs: tuple[str, ...] = ("entropy", "mean_logits", "is_top1")
+
+    def __init__(self, args: Any, model: Any) -> None:
+        super().__init__(args, model)
+        if args.use_weighting:
+            self.outputs = *self.outputs, "log_sum_sq_probs"
+
+
+class StockKTOTrainer(StockPreferenceTrainer):
+    """TRL's `KTOTrainer`, whose loss has a mean over the data-parallel ranks: the divergence of other completions."""
+
+    trl_class = "trl.trainer.kto_trainer.KTOTrainer"
+    local, reads = "losses", {"_metrics", "nanmean", "gather_for_metrics", _KL}
+    reference = "ref_logps", "ref_KL_logps"
+    outputs = "entropy", "mean_logits"
+    gathers_alike = False
+
+    def prepare(self, trainer: Any, inputs: Any) -> Any:
+        """Returns a batch with the log-probabilities of other completions, and the mean of their divergence [1]."""
+        batch = super().prepare(trainer, inputs)
+        if not trainer.calculate_KL:
+            return batch
+        with torch.no_grad(), trainer.compute_loss_context_manager(), together():
+            found = getattr(trainer, _KL)(self.evaluated(trainer), _without_labels(batch))
+        own = (found - batch["ref_KL_logps"]).mean()
+        return {**batch, "KL_logps": found, "kl": trainer.accelerator.gather_for_metrics(own).mean().reshape(1)}
+
+    def known(self) -> dict[str, Any]:
+        """Adds the log-probabilities of other completions."""
+        return {**super().known(), _KL: lambda model, batch: batch.get("KL_logps")}
+
+    def gathered(self, trainer: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns an Accelerator whose gathered value is the mean of the divergence over the ranks."""
+        return {
+            "accelerator": SimpleNamespace(device=trainer.accelerator.device, gather_for_metrics=lambda _: batch["kl"])
+        }
+
+    def mean(self, local: Tensor) -> Tensor:
+        """Returns the mean over the rows, as TRL's code does after its figures."""
+        return local.nanmean()
 
 
 class _OneMessage:
@@ -214,8 +303,15 @@ class _FiguresBegin(Exception):
     """TRL's code has computed a loss, and goes on with figures for the log, which wait for the device and for ranks."""
 
 
+class _NoFigures:
+    """The figures of a trainer before their time."""
+
+    def __getitem__(self, mode: str) -> Any:
+        raise _FiguresBegin
+
+
 class _BeforeFigures:
-    """The output of the model for a loss; the entropy is the first thing that TRL's code reads after it."""
+    """The output of the model for a loss; TRL's code reads the entropy after it."""
 
     def __init__(self, found: LogProbs) -> None:
         self.log_probs, self.log_sum_sq_probs = found.log_probs, found.log_sum_sq_probs
@@ -225,38 +321,25 @@ class _BeforeFigures:
         raise _FiguresBegin
 
 
-def _loss_of(trainer: Any, found: LogProbs, batch: Mapping[str, Any]) -> Tensor:
-    """Returns the loss of TRL's code without the loss of routers.
-
-    That code computes loss and figures in one function. It is left at the first figure, and the loss is read from its
-    local variables.
-    """
-    outputs = _BeforeFigures(found)
-    try:
-        with _attributes(trainer, precompute_ref_logps=True, aux_loss_enabled=False):
-            trainer.compute_loss(lambda **_: outputs, batch)
-    except _FiguresBegin as reached:
-        return _local(reached, getattr(type(trainer), _LOSS).__code__)
-    raise AssertionError("DPOTrainer._compute_loss reads no entropy")
-
-
-def _local(error: BaseException, code: CodeType) -> Tensor:
-    """Returns the variable `loss` of a function that an error has left. No frame of the error stays in a variable: it
-    would keep the micro-batch alive until a garbage collection."""
+def _local(error: BaseException, code: CodeType, name: str) -> Tensor:
+    """Returns a variable of a function that an error has left. No frame of the error stays in a variable: it would keep
+    the micro-batch alive until a garbage collection."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code is not code:
         trace = trace.tb_next
     assert trace is not None
-    loss: Tensor = trace.tb_frame.f_locals["loss"]
-    return loss
+    found: Tensor = trace.tb_frame.f_locals[name]
+    return found
 
 
 @contextlib.contextmanager
 def _attributes(owner: Any, **values: Any) -> Iterator[None]:
     """Returns a context in which attributes of an object have other values."""
-    before = {name: getattr(owner, name) for name in values}
+    before = {name: value for name, value in vars(owner).items() if name in values}
     vars(owner).update(values)
     try:
         yield
     finally:
+        for name in values:
+            del vars(owner)[name]
         vars(owner).update(before)

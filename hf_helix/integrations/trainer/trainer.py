@@ -41,7 +41,7 @@ from hf_helix.integrations.trainer.elastic import check_epochs, following
 from hf_helix.integrations.trainer.evaluation import EvaluationHooks
 from hf_helix.integrations.trainer.hyperparameter_search import SearchHooks
 from hf_helix.integrations.trainer.model_card import write_card
-from hf_helix.integrations.trainer.preferences import planned_dpo
+from hf_helix.integrations.trainer.preferences import planned_preferences
 from hf_helix.integrations.trainer.references import cut_fused_head, cut_references, num_layers_of
 from hf_helix.integrations.trainer.rollouts import check_rollouts, feed_rollouts
 from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall, put_aside, take_out
@@ -50,6 +50,7 @@ from hf_helix.integrations.trainer.trl import (
     StockSFTTrainer,
     count_batches_once,
     count_tokens_once,
+    gathering_from_all,
     gathering_once,
     has_own_loss,
     is_of_trl,
@@ -236,7 +237,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         has made what else it needs of the whole model."""
         self._has_own_loss = has_own_loss(self, model, self._loss_function)
         if self._has_own_loss:
-            self._stock = planned_dpo(self, model) or self._stock
+            self._stock = planned_preferences(self, model) or self._stock
         check_rollouts(self.args, model)
         if not self._has_own_loss:
             self._cut(model)
@@ -359,9 +360,16 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Counts input tokens once for the ranks that share a batch; the stock method counts every rank."""
         before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        with gathering_from_all(self):
+            super()._track_num_input_tokens(inputs)  # type: ignore[misc]
         seen = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + seen // self.helix_config.ranks_per_batch
+
+    @overrides("Trainer", otherwise="losses of the user's own would be divided by another number of tokens")
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Counts the tokens with a label as the stock method does, which divides by the ranks that share a batch."""
+        with gathering_from_all(self):
+            return super()._get_num_items_in_batch(batch_samples, device)
 
     @overrides("Trainer", otherwise="the log and the checkpoints would count operations several times")
     def store_flos(self) -> None:

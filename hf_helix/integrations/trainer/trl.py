@@ -250,11 +250,25 @@ def settle_generation(call: TrainerCall, ranks_per_batch: int) -> None:
 
 
 def count_batches_once(trainer: Any, mesh: Mesh) -> None:
-    """Makes data-parallel ranks the processes that a class of TRL sees; seeds each like one if it generates its
-    data."""
-    trainer.accelerator = _OnceEachBatch(trainer.accelerator, mesh)
-    if is_online(type(trainer)):
-        set_seed(trainer.args.seed + rank() // mesh.ranks_per_batch)  # as `set_seed(seed, device_specific=True)` does
+    """Makes a class of TRL gather every batch once. To one that generates its data, the data-parallel ranks are the
+    processes, each with a seed of its own."""
+    if not is_online(type(trainer)):
+        trainer.accelerator = _OnceEachBatch(trainer.accelerator, mesh)
+        return
+    trainer.accelerator = _DataParallelRanks(trainer.accelerator, mesh)
+    set_seed(trainer.args.seed + rank() // mesh.ranks_per_batch)  # as `set_seed(seed, device_specific=True)` does
+
+
+@contextlib.contextmanager
+def gathering_from_all(trainer: Any) -> Iterator[None]:
+    """Returns the context in which a trainer gathers from every process: its code divides by the ranks that share a
+    batch."""
+    before = trainer.accelerator
+    trainer.accelerator = before.stock if isinstance(before, _OnceEachBatch) else before
+    try:
+        yield
+    finally:
+        trainer.accelerator = before
 
 
 @contextlib.contextmanager
@@ -276,7 +290,7 @@ def gathering_once(ranks_per_batch: int, names: Sequence[str] = _MODULES) -> Ite
 
 
 class _OnceEachBatch:
-    """An `Accelerator` whose processes are the data-parallel ranks; everything else is the Accelerator's own."""
+    """An `Accelerator` that gathers every batch once; everything else is the Accelerator's own."""
 
     def __init__(self, accelerator: Any, mesh: Mesh) -> None:
         vars(self).update(stock=accelerator, mesh=mesh)
@@ -287,6 +301,14 @@ class _OnceEachBatch:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.stock, name, value)
 
+    def gather(self, value: Any) -> Any:
+        """Returns the values of every batch once, which takes no message if all ranks share one."""
+        return gather_batches(value, self.mesh)
+
+
+class _DataParallelRanks(_OnceEachBatch):
+    """An `Accelerator` whose processes are the data-parallel ranks."""
+
     @property
     def num_processes(self) -> int:
         """The number of data-parallel ranks."""
@@ -296,10 +318,6 @@ class _OnceEachBatch:
     def process_index(self) -> int:
         """The data-parallel rank."""
         return int(self.stock.process_index) // self.mesh.ranks_per_batch
-
-    def gather(self, value: Any) -> Any:
-        """Returns the values of every batch once, which takes no message if all ranks share one."""
-        return gather_batches(value, self.mesh)
 
 
 def _gather_once(gather: Callable[[Any], Any], ranks_per_batch: int, value: Any) -> Any:

@@ -20,6 +20,7 @@ from peft import (
     initialize_lora_eva_weights,
 )
 from peft.optimizers import create_loraplus_optimizer
+from peft.tuners.lora.config import CordaConfig
 from safetensors.torch import load_file
 from support import jobs, pipeline_jobs
 from support.comparisons import assert_same_bits, compare_adapters, compare_runs
@@ -98,6 +99,11 @@ def train_initialised(folder: str, helix: dict[str, Any] | None, kind: str, **op
     """As `jobs.train`, with adapters that PEFT makes of the model's weights, or of its values on some tokens."""
     made, ids = tiny(num_hidden_layers=4), torch.arange(3, 75).view(2, 36)
     config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", init_lora_weights=kind)
+    if kind == "corda":
+        from peft.tuners.lora.corda import preprocess_corda  # needs attrs
+
+        config.corda_config = CordaConfig()
+        preprocess_corda(made, config, lambda: [made(row.unsqueeze(0)) for row in ids])
     made = get_peft_model(made, config)
     if kind == "eva":
         batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
@@ -343,6 +349,8 @@ def test_lora_plus(helix: dict[str, Any], model: dict[str, Any], cluster_of: Any
         slow("pissa_niter_4", TP),
         slow("eva", TP),
         slow("eva", PP),
+        slow("corda", TP),
+        slow("corda", PP),
         slow("orthogonal", TP),
         slow("gaussian", {"shard_parameters": True}),
     ],
@@ -352,6 +360,8 @@ def test_adapters_that_peft_makes_of_weights_or_values(
     kind: str, helix: dict[str, Any], cluster_of: Any, stock: Any, tmp_path: Path
 ) -> None:
     """PEFT reads, and some kinds change, the weights of the model before it is cut."""
+    if kind == "corda":
+        pytest.importorskip("attr")
     job = {"kind": kind, "training": {"max_steps": 3}}
     expected, theirs = stock(train_initialised, 2 if "shard_parameters" in helix else 1, **job)
     for result in cluster_of(2).run(train_initialised, folder=str(tmp_path), helix={**helix, **GREEDY}, **job):
