@@ -69,7 +69,7 @@ def follow(folder: str, layout: str = "", plan: str = "greedy") -> dict[str, Any
 @pytest.mark.parametrize(
     ("layout", "plan"),
     [
-        ("pp2", "greedy"),
+        slow("pp2", "greedy"),
         ("ep2", "greedy"),
         slow("pp2", "auto"),
         *(slow(layout, "greedy") for layout in ("tp2", "cp2", "dp2", "shard_parameters")),

@@ -63,7 +63,7 @@ def unused_as_before(folder: Path, model: dict[str, Any]) -> None:
     ("helix", "training"),
     [
         ({}, {}),
-        (ZERO3, TWICE),
+        slow(ZERO3, TWICE),
         slow(ZERO1, {}),
         slow({}, TWICE),
         slow(ZERO1, TWICE),
@@ -105,7 +105,7 @@ RUNS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("helix", "options"), [slow(*run, when=run not in (RUNS[0], RUNS[1], RUNS[2], RUNS[3])) for run in RUNS], ids=str
+    ("helix", "options"), [slow(*run, when=run not in (RUNS[0], RUNS[3])) for run in RUNS], ids=str
 )
 def test_other_layouts(helix: Any, options: Any, cluster_of: Any, tmp_path: Path) -> None:
     ours, stock = tmp_path / "helix", tmp_path / "stock"
