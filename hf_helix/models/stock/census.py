@@ -38,12 +38,11 @@ INSTEAD = {
     r"^ep_size": "ep_size=1: the class has no experts on the layers that are cut",
     r"the experts .* cannot be spread": "tp_size or pp_size, with ep_size=1",
     r"train its text part by itself": "the text part as a causal language model, as the message says",
-    r"code that would never run": "the class without the replaced method, or the stock Trainer",
     r"heads|cut values|cut again|several values|laid out by tokens|tensor of constants": "pp_size where it is "
     "proven; else the stock Trainer, or a family that you declare: docs/adding_a_model.md",
     r"decoder layers|without its layers|every layer|cannot trace it|has no operator|loss of its own|not built|"
-    r"not followed|something else for rows|mixes tokens|get_input_embeddings|has no attribute": "the stock Trainer, or "
-    "another class, proven here",
+    r"not followed|something else for rows|mixes tokens|get_input_embeddings|has no attribute|"
+    r"after its last hidden states": "the stock Trainer, or another class, proven here",
     r"^different ": "the stock Trainer: the cut model computes other results",
 }
 """What a user does instead, by a pattern in the reason of a finding; the first that is found counts."""
