@@ -23,7 +23,7 @@ from hf_helix.engine.calls import together
 from hf_helix.engine.cut.microbatches import LossScale
 from hf_helix.integrations.accelerate.accelerator import RowsTogether, gather_samples
 from hf_helix.integrations.trainer.stock import StockTrainer
-from hf_helix.integrations.trainer.trl import name_of
+from hf_helix.integrations.trainer.trl import attributes, name_of
 from hf_helix.models.derived.model_code import has_head_beside, has_stock_loss
 from hf_helix.models.graph.balance import balance_of
 from hf_helix.models.graph.context import TokenLoss
@@ -126,7 +126,7 @@ class StockPreferenceTrainer(StockTrainer):
         """Returns the context in which a model is cut: its configuration asks for a loss of routers if TRL does."""
         config = base_of(model).config
         known = {"output_router_logits": self._balances} if hasattr(config, "output_router_logits") else {}
-        with _attributes(config, **known):
+        with attributes(config, **known):
             yield
 
     def token_loss(self, trainer: Any) -> TokenLoss:
@@ -145,7 +145,7 @@ class StockPreferenceTrainer(StockTrainer):
         """
         outputs, known = _BeforeFigures(found), {**self.known(), **self.gathered(trainer, batch)}
         try:
-            with _attributes(trainer, **known, aux_loss_enabled=False, _metrics=_NoFigures()):
+            with attributes(trainer, **known, aux_loss_enabled=False, _metrics=_NoFigures()):
                 trainer.compute_loss(lambda **_: outputs, batch)
         except _FiguresBegin as reached:
             return self.mean(_local(reached, getattr(type(trainer), _LOSS).__code__, self.local))
@@ -180,14 +180,14 @@ class StockPreferenceTrainer(StockTrainer):
     def take_losses(self, trainer: Any, batches: Sequence[Any], found: Sequence[Tensor]) -> Tensor:
         """Returns the losses, and makes TRL's code keep its figures. Collective over the data-parallel ranks."""
         mesh, stock = trainer.helix.mesh, trainer.accelerator
-        with torch.no_grad(), trainer.compute_loss_context_manager(), _attributes(trainer, **self.known()):
+        with torch.no_grad(), trainer.compute_loss_context_manager(), attributes(trainer, **self.known()):
             if mesh.dp_size == 1 or not self.gathers_alike:
                 _keep_figures(trainer, batches, found)
             else:
                 rows = RowsTogether(mesh)
-                with _attributes(trainer, accelerator=_OneMessage(stock, mesh, rows)):
+                with attributes(trainer, accelerator=_OneMessage(stock, mesh, rows)):
                     nowhere = {mode: defaultdict[str, list[float]](list) for mode in trainer._metrics}
-                    with _attributes(trainer, _metrics=nowhere, _total_train_tokens=0):
+                    with attributes(trainer, _metrics=nowhere, _total_train_tokens=0):
                         _keep_figures(trainer, batches, found)
                     rows.exchange()
                     _keep_figures(trainer, batches, found)
@@ -330,16 +330,3 @@ def _local(error: BaseException, code: CodeType, name: str) -> Tensor:
     assert trace is not None
     found: Tensor = trace.tb_frame.f_locals[name]
     return found
-
-
-@contextlib.contextmanager
-def _attributes(owner: Any, **values: Any) -> Iterator[None]:
-    """Returns a context in which attributes of an object have other values."""
-    before = {name: value for name, value in vars(owner).items() if name in values}
-    vars(owner).update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            del vars(owner)[name]
-        vars(owner).update(before)

@@ -16,6 +16,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -259,16 +260,24 @@ def count_batches_once(trainer: Any, mesh: Mesh) -> None:
     set_seed(trainer.args.seed + rank() // mesh.ranks_per_batch)  # as `set_seed(seed, device_specific=True)` does
 
 
-@contextlib.contextmanager
-def gathering_from_all(trainer: Any) -> Iterator[None]:
+def gathering_from_all(trainer: Any) -> AbstractContextManager[None]:
     """Returns the context in which a trainer gathers from every process: its code divides by the ranks that share a
     batch."""
-    before = trainer.accelerator
-    trainer.accelerator = before.stock if isinstance(before, _OnceEachBatch) else before
+    given = trainer.accelerator
+    return attributes(trainer, accelerator=given.stock if isinstance(given, _OnceEachBatch) else given)
+
+
+@contextlib.contextmanager
+def attributes(owner: Any, **values: Any) -> Iterator[None]:
+    """Returns a context in which attributes of an object have other values."""
+    before = {name: value for name, value in vars(owner).items() if name in values}
+    vars(owner).update(values)
     try:
         yield
     finally:
-        trainer.accelerator = before
+        for name in values:
+            del vars(owner)[name]
+        vars(owner).update(before)
 
 
 @contextlib.contextmanager
