@@ -298,11 +298,6 @@ class Search:
         check_sizes(sizes, case.length, self.model.layers, self.model.experts, case.config.schedule)
         return replace(case, microbatches=self._microbatches(sizes, case.batch))
 
-    def _with_leading(self, steps: Sequence[Step]) -> tuple[list[Step], list[Dropped]]:
-        """Returns the steps, the fastest first, and the layouts that turn out not to fit; see `_timed`."""
-        timed, unfit = self._timed(steps)
-        return self._with_details(timed), unfit
-
     def _timed(self, steps: Sequence[Step]) -> tuple[list[Step], list[Dropped]]:
         """Returns the steps that fit, in their order, and the layouts that turn out not to fit.
 

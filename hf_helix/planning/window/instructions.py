@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hf_helix.planning.graph.operator import Operator, Part
 from hf_helix.planning.schedule.actions import Action, Slot
@@ -113,10 +113,11 @@ def slot_passes(slot: Slot, layout: Layout) -> list[Pass]:
     differ in their micro-batches only."""
     actions = slot.actions
     key = tuple([(action.stage, action.computation_type) for action in actions])
-    made = layout.passes.get(key)
+    known: Any = layout.derived.setdefault("passes", {})
+    made = known.get(key)
     if made is None:
         passes = _slot_passes(slot, layout)
-        made = layout.passes[key] = [(unit, forward, actions.index(action)) for (_, unit, forward), action in passes]
+        made = known[key] = [(unit, forward, actions.index(action)) for (_, unit, forward), action in passes]
     return [((actions[number].microbatch, unit, forward), actions[number]) for unit, forward, number in made]
 
 

@@ -58,12 +58,6 @@ class Layout:
         return {}
 
     @cached_property
-    def passes(self) -> dict[object, list[tuple[int, bool, int]]]:
-        """A cache of `instructions.slot_passes`, by the stages and types of a slot's actions: the unit, whether
-        forward, and which of the actions."""
-        return {}
-
-    @cached_property
     def reductions(self) -> tuple[Traffic, ...]:
         """The gradient reductions."""
         return tuple(each for each in self.traffic if each.adders)

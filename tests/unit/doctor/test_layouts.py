@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from hf_helix.doctor.amounts.records import STATES
 from hf_helix.doctor.case import Case
 from hf_helix.doctor.layouts import (
     ONE_STRAND,
+    Dropped,
     Ranking,
     Search,
     check_sizes,
@@ -69,6 +71,12 @@ def search_of(
         return search(paper, cluster, sequences, leading=leading, **options)
 
 
+def with_leading(search: Search, steps: Sequence[Step]) -> tuple[list[Step], list[Dropped]]:
+    """The steps as a search shows them, the fastest first, and the layouts that turn out not to fit."""
+    timed, unfit = search._timed(steps)
+    return search._with_details(timed), unfit
+
+
 def reasons(ranking: Ranking) -> dict[Sizes, str]:
     return {each.case.sizes: each.reason for each in ranking.dropped}
 
@@ -102,7 +110,7 @@ def test_those_that_lead_are_predicted_at_higher_fidelity_and_ranked_by_that(ran
     paper = paper_of(num_hidden_layers=4, hidden_size=96, num_attention_heads=6)
     searched = Search(paper, CLUSTER, SEQUENCES * LENGTH, USUAL, leading=leading)
     slow = replace(ranking.steps[0], window=2 * last.window)  # as if the first were the last but for exactness
-    steps, unfit = searched._with_leading([slow, *ranking.steps[1:]])
+    steps, unfit = with_leading(searched, [slow, *ranking.steps[1:]])
     assert not unfit
     assert [step.tokens_per_second for step in steps] == sorted((s.tokens_per_second for s in steps), reverse=True)
     assert {step.case.sizes for step in steps} == {step.case.sizes for step in ranking.steps}
@@ -128,7 +136,7 @@ def test_bounds_change_nothing_of_the_fastest(ranking: Ranking):
     for step in bounds:
         assert step.case not in known or step.seconds <= known[step.case].seconds
     # A bound that leads all the same is looked at.
-    steps, _ = Search(paper, CLUSTER, SEQUENCES * LENGTH, USUAL, leading=1)._with_leading(bounds)
+    steps, _ = with_leading(Search(paper, CLUSTER, SEQUENCES * LENGTH, USUAL, leading=1), bounds)
     assert steps[0].fidelity is Fidelity.WHOLE
 
 
@@ -139,7 +147,7 @@ def test_what_leads_and_needs_more_than_it_seemed_recomputes_or_is_dropped(ranki
 
     def leading(room: float) -> tuple[list[Any], list[Any]]:
         scarce = replace(CLUSTER, device=replace(CLUSTER.device, memory=room))
-        return Search(paper, scarce, SEQUENCES * LENGTH, USUAL, leading=1)._with_leading([cut])
+        return with_leading(Search(paper, scarce, SEQUENCES * LENGTH, USUAL, leading=1), [cut])
 
     (kept,), _ = leading(math.inf)
     (saving,), dropped = leading(0.99 * kept.memory.total)
