@@ -52,6 +52,7 @@ STOPPED, PERIOD = 0.15, 0.5  # seconds that a process stands still, in this many
 OBJECTS = 1_500_000  # that a collection looks at
 CAUSES = {"core": "computing slower", "link": "link slower", "data": "data late", "host": "host busy"}
 THREADS = ("hf_helix-looks", "hf_helix-pauses")
+WARMUP = 13  # windows; the next has a look if ranks look at every 1, 2, 3, 4 or 6, so a turn compares its own looks
 
 
 def main() -> None:
@@ -323,9 +324,9 @@ class Turns(TrainerCallback):
 
 
 def measure_overhead(options: argparse.Namespace) -> tuple[str, Any]:
-    turns = Turns(options.turn, 12)
+    turns = Turns(options.turn, WARMUP)
     before = seconds_of_threads()
-    trainer, faults = train(options, options.windows + 12, (), turns)
+    trainer, faults = train(options, options.windows + WARMUP, (), turns)
     threads = sum(seconds_of_threads().values()) - sum(before.values())
     rows, result = [], {}
     for name, times in (("time", turns.walls), ("time of cores", turns.cores)):

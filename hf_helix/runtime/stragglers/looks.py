@@ -230,7 +230,7 @@ class Comparison:
     def _compare(self, look: _Counted) -> None:
         mine = _completed(look)
         if rank() > 0:
-            self._store.set(_key(look.number, rank()), json.dumps([look.number, dataclasses.asdict(mine)]))
+            self._store.set(_key(look.number, rank()), json.dumps([look.number, vars(mine)]))
             return
         others = self._gathered(look.number)
         if not others:

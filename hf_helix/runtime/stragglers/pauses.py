@@ -26,7 +26,7 @@ class Pauses:
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._began = 0.0  # of the present collection
-        self._ended = threading.Event()
+        self._is_closed = False
         self._thread = threading.Thread(target=self._watch, name="hf_helix-pauses", daemon=True)
 
     def start(self) -> None:
@@ -42,13 +42,14 @@ class Pauses:
 
     def close(self) -> None:
         """Ends the thread."""
-        self._ended.set()
+        self._is_closed = True
         if self._note_collection in gc.callbacks:
             gc.callbacks.remove(self._note_collection)
 
     def _watch(self) -> None:
         now = _with_core()
-        while not self._ended.wait(TICK):
+        while not self._is_closed:
+            time.sleep(TICK)
             before, now = now, _with_core()
             late = now - before - TICK
             if late > LEAST:

@@ -58,18 +58,17 @@ class Transfer(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True)
-class Transfers:
+class Transfers(NamedTuple):
     """Transfers of a rank in one group, in the order that all its ranks have.
 
     Attributes:
         axis: of the mesh, by name.
-        count: the number of transfers in a window.
+        total: the number of transfers in a window.
         sample: some of them, the same on all ranks of the group.
     """
 
     axis: str
-    count: int
+    total: int
     sample: Sequence[Transfer]
 
 
@@ -102,8 +101,8 @@ class RankTimes:
         """Returns the times that another rank has sent as JSON."""
         operators = {name: Timed(*timed) for name, timed in fields["operators"].items()}
         transfers = {
-            group: Transfers(each["axis"], each["count"], [Transfer(*one) for one in each["sample"]])
-            for group, each in fields["transfers"].items()
+            group: Transfers(axis, total, [Transfer(*one) for one in sample])
+            for group, (axis, total, sample) in fields["transfers"].items()
         }
         return cls(**{**fields, "operators": operators, "transfers": transfers})
 
@@ -383,7 +382,7 @@ def _link_of_group(look: Compared, usual: Sequence[float], rank: int, group: str
     weighed = [(arrival.seconds / each, each) for arrival, each in arrivals if arrival.rank == rank]
     if len(weighed) < FEWEST or sum(weight for _, weight in weighed) < LEAST_LAST * sum(usual):
         return Excess(0.0, LINK, transfers.axis)
-    factor, seconds = _weighted_quantile(weighed, LOW), sum(usual) * transfers.count / len(usual)
+    factor, seconds = _weighted_quantile(weighed, LOW), sum(usual) * transfers.total / len(usual)
     share = (factor - 1) * seconds / look.times[rank].seconds
     return Excess(share, LINK, f"axis {transfers.axis}", factor, factor >= LINK_FACTOR)
 
