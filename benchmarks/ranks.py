@@ -74,6 +74,12 @@ class Ranks:
         Args:
             arguments: of the ranks, besides those of this command.
         """
+        with self.running(arguments) as ranks:
+            return wait_for(ranks, self.seconds)
+
+    @contextlib.contextmanager
+    def running(self, arguments: Sequence[str] = ()) -> Iterator[Sequence[subprocess.Popen[bytes]]]:
+        """Starts the ranks, and ends them at the end of the context. Arguments as in `start`."""
         if (self.hosts or self.quotas) and os.geteuid() != 0:
             sys.exit(f"hosts and quotas need root: sudo env PATH=$PATH python -m {program()}")
         for number in ENDINGS:
@@ -91,7 +97,7 @@ class Ranks:
             try:
                 for rank in range(self.count):
                     ranks.append(self._rank(rank, folder, port, arguments))
-                return _wait(ranks, self.seconds)
+                yield ranks
             finally:
                 for process in ranks:
                     process.kill()
@@ -165,7 +171,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> int:
+def wait_for(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> int:
     """Waits until all are done, one has failed, or time is up; the exit code."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

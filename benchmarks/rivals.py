@@ -1,19 +1,23 @@
 """Rivals: whole training steps of HelixTrainer next to the libraries that a user would pick instead, on the CPU.
 
-Every contender trains the same Llama with the same weights, batches and AdamW in processes of its own, with one core
-and one thread each; rounds go through all contenders in turn, and in reverse the next time. A step is everything
-between two optimizer steps (batches, forward, backward, optimizer). The median step of the slowest rank counts, its
-first two steps do not; the table has the median over rounds, and the ratio is the median of the rounds' ratios.
-Memory is the peak of a process as the system counts it, of which every contender's imports, Transformers' Trainer
-included, are a part, and the peak of live tensors in one further step, counted storage by storage. Losses of all steps
-are compared: a contender that computes another thing is an error.
+Both contenders of a row train the same Llama with the same weights, batches and AdamW in processes of their own, with
+one core and one thread each. They train one step each in turn, so that both meet the same speed of the machine; the
+other one waits. A step is everything from one optimizer step to the next (batches, forward, backward, optimizer). The
+slowest rank counts, and the first two steps do not. The table has medians of seconds, and median and quartiles of the
+ratios of neighbouring steps. Memory is the peak of a process as the system counts it, of which every contender's
+imports, Transformers' Trainer included, are a part, and the peak of live tensors in one further step, counted storage
+by storage. Losses of all steps are compared: a contender that computes another thing is an error.
 
     python -m benchmarks.rivals
     python -m benchmarks.rivals --microbatches 8 16 --only pp_size=2
     python -m benchmarks.rivals --processes 4 --only pp_size=4 --microbatches 16
+    python -m benchmarks.rivals --recompute --only pp_size=2
 """
 
 import argparse
+import contextlib
+import datetime
+import importlib.util
 import itertools
 import json
 import math
@@ -32,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.common import add_outputs, columns, facts, llama, options_of, save
-from benchmarks.ranks import Ranks
+from benchmarks.ranks import Ranks, wait_for
 
 LEARNING_RATE = 1e-4
 SKIPPED = 2  # steps of a run that do not count
@@ -53,23 +57,26 @@ class Pair(NamedTuple):
 
 
 def pairs_of(processes: int) -> list[Pair]:
-    """The rows of the table for a number of processes."""
-    pipeline = {"pp_size": processes}
+    """The rows of the table for a number of processes; DeepSpeed's if it is installed."""
+    pipeline, has_deepspeed = {"pp_size": processes}, importlib.util.find_spec("deepspeed") is not None
     return [
         Pair({"tp_size": 1}, "plain loop", 1),
         Pair({}, "DDP", processes),
         Pair({"shard_parameters": True}, "FSDP2", processes),
+        *([Pair({"shard_parameters": True}, "DeepSpeed ZeRO-3", processes)] if has_deepspeed else []),
         Pair(pipeline, "torch 1F1B", processes),
         Pair(pipeline, "torch Interleaved1F1B", processes),
         Pair(pipeline, "torch ZBV", processes),
         Pair(pipeline, "torch DualPipeV", processes),
         Pair({"tp_size": processes}, "native TP", processes),
+        *([Pair({"tp_size": processes}, "DeepSpeed AutoTP", processes)] if has_deepspeed else []),
     ]
 
 
 def main() -> None:
     sizes = {"hidden": 768, "layers": 8, "sequence": 256, "batch": 2, "vocabulary": 4096}
-    parser = options_of(__doc__, processes=2, **sizes, microbatches=[8], rounds=3, steps=5, timeout=900)
+    parser = options_of(__doc__, processes=2, **sizes, microbatches=[8], steps=10, timeout=900)
+    parser.add_argument("--recompute", action="store_true", help="layers run again in backward")
     parser.add_argument("--only", nargs="+", help="parts of the names of the rows to run, such as pp_size=2")
     parser.add_argument("--contender", help=argparse.SUPPRESS)  # of a rank: its run as JSON
     add_outputs(parser)
@@ -94,57 +101,91 @@ def is_asked(pair: Pair, only: Sequence[str] | None) -> bool:
 
 
 def measure(rows: Sequence[Pair], microbatches: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Runs every contender of the rows, round by round; returns the figures of each row."""
-    contenders: dict[str, dict[str, Any]] = {}
+    """Runs both contenders of each row; returns the figures of each row."""
+    found = []
     for row in rows:
-        for name, spec in ((row.rival, {"rival": row.rival}), (f"hf_helix {row.layout}", {"helix": dict(row.ours)})):
-            contenders[name] = {**spec, "processes": row.processes, "microbatches": microbatches}
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
-    for number in range(options.rounds):
-        for name in list(contenders) if number % 2 == 0 else list(reversed(contenders)):
-            runs[name].append(start(contenders[name], options))
-            print(f"round {number + 1}: {name}: {runs[name][-1]['seconds']:.3f} s a step", file=sys.stderr, flush=True)
-    return [figures(row, runs[f"hf_helix {row.layout}"], runs[row.rival]) for row in rows]
+        ours = {"helix": {**row.ours, **({"recompute": "full"} if options.recompute else {})}}
+        more = {"processes": row.processes, "microbatches": microbatches}
+        found.append(figures(row, *run_in_turn([{**ours, **more}, {"rival": row.rival, **more}], options)))
+        told = (
+            f"{row.layout} / {row.rival}: {found[-1]['seconds']:.3f} of the time, {found[-1]['process']:.3f} of memory"
+        )
+        print(told, file=sys.stderr, flush=True)
+    return found
 
 
-def start(run: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Runs a contender in processes of its own; returns its figures."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "result.json")
-        ranks = Ranks(int(run["processes"]), seconds=options.timeout)
-        if ranks.start(["--contender", json.dumps({**run, "output": str(path)})]):
-            sys.exit(f"{run} has failed")
-        result: dict[str, Any] = json.loads(path.read_text())
-    return result
+def run_in_turn(runs: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Runs contenders in processes of their own, one step each in turn; returns the figures of each."""
+    limit = datetime.timedelta(seconds=options.timeout)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        paths = [Path(folder, f"{place}.json") for place in range(len(runs))]
+        processes = []
+        for place, (run, path) in enumerate(zip(runs, paths, strict=True)):
+            given = {**run, "place": place, "store": store.port, "output": str(path)}
+            ranks = Ranks(int(run["processes"]), seconds=options.timeout)
+            processes += stack.enter_context(ranks.running(["--contender", json.dumps(given)]))
+        for step, place in itertools.product(range(options.steps + SKIPPED), range(len(runs))):
+            store.set(key_of(place, step), "")
+            ends = [end_of(place, step, rank) for rank in range(int(runs[place]["processes"]))]
+            while not store.check(ends):
+                if any(process.poll() for process in processes):
+                    sys.exit(f"{runs} have failed")
+                time.sleep(0.02)
+        if wait_for(processes, options.timeout):
+            sys.exit(f"{runs} have failed")
+        return [json.loads(path.read_text()) for path in paths]
 
 
-def figures(row: Pair, ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures of a row: medians over rounds, and the largest difference of losses."""
-    losses = zip(ours[0]["losses"], theirs[0]["losses"], strict=True)
+def key_of(place: int, step: int) -> str:
+    """Returns the key of the store that starts a step of a contender."""
+    return f"{place}/{step}"
+
+
+def end_of(place: int, step: int, rank: int) -> str:
+    """Returns the key of the store that a rank sets after a step."""
+    return f"{place}/{step}/{rank}"
+
+
+def figures(row: Pair, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a row: medians over steps, ratios, and the largest difference of losses."""
+    losses = zip(ours["losses"], theirs["losses"], strict=True)
     apart = max(abs(one - other) / abs(other) for one, other in losses)
     if apart > TOLERANCE:
-        sys.exit(f"{row.layout} and {row.rival} have other losses: {ours[0]['losses']}, {theirs[0]['losses']}")
-
-    def ratio(name: str) -> float:
-        return statistics.median(one[name] / other[name] for one, other in zip(ours, theirs, strict=True))
-
+        sys.exit(f"{row.layout} and {row.rival} have other losses: {ours['losses']}, {theirs['losses']}")
     medians = {
-        f"{who}_{name}": statistics.median(run[name] for run in runs)
-        for who, runs in (("ours", ours), ("rival", theirs))
+        f"{who}_{name}": statistics.median(run[name]) if name == "seconds" else run[name]
+        for who, run in (("ours", ours), ("rival", theirs))
         for name in ("seconds", "process", "tensors")
     }
-    ratios = {name: ratio(name) for name in ("seconds", "process", "tensors")}
-    return {"ours": row.layout, "rival": row.rival, "apart": apart, **medians, **ratios, "rounds": [ours, theirs]}
+    low, middle, high = statistics.quantiles(
+        [one / other for one, other in zip(ours["seconds"], theirs["seconds"], strict=True)], n=4
+    )
+    ratios = {name: ours[name] / theirs[name] for name in ("process", "tensors")}
+    about = {"ours": row.layout, "rival": row.rival, "apart": apart}
+    return {**about, **medians, **ratios, "seconds": middle, "quartiles": (low, high), "runs": [ours, theirs]}
 
 
 def describe(rows: Sequence[Mapping[str, Any]], microbatches: int, options: argparse.Namespace) -> str:
     """The table of one number of micro-batches."""
     title = (
         f"Llama: hidden {options.hidden}, {options.layers} layers, vocabulary {options.vocabulary}, rows of "
-        f"{options.sequence}; {microbatches} micro-batches of {options.batch} rows a process; medians of "
-        f"{options.rounds} rounds of {options.steps} steps"
+        f"{options.sequence}; {microbatches} micro-batches of {options.batch} rows a process; "
+        f"{'recomputation; ' if options.recompute else ''}{options.steps} steps"
     )
-    header = ("ours", "rival", "ours s", "rival s", "time", "ours MB", "rival MB", "memory", "tensors", "losses apart")
+    header = (
+        "ours",
+        "rival",
+        "ours s",
+        "rival s",
+        "time",
+        "quartiles",
+        "ours MB",
+        "rival MB",
+        "memory",
+        "tensors",
+        "losses apart",
+    )
     cells = [
         (
             row["ours"],
@@ -152,6 +193,7 @@ def describe(rows: Sequence[Mapping[str, Any]], microbatches: int, options: argp
             f"{row['ours_seconds']:.3f}",
             f"{row['rival_seconds']:.3f}",
             f"{row['seconds']:.2f}",
+            "{:.2f} to {:.2f}".format(*row["quartiles"]),
             f"{row['ours_process'] / 1e6:.0f}",
             f"{row['rival_process'] / 1e6:.0f}",
             f"{row['process']:.2f}",
@@ -169,6 +211,34 @@ Step = Callable[[Sequence[Tensor]], float]
 """Runs forward, backward and optimizer of a window, from the rows of its micro-batches; returns the mean loss."""
 
 
+class Turns:
+    """The turns of this rank: each step waits for its own, and its end gives the turn to the other contender.
+
+    Args:
+        run: the contender.
+        rank: of its ranks.
+        limit: seconds to wait for a turn.
+
+    Attributes:
+        seconds: of the steps so far.
+    """
+
+    def __init__(self, run: Mapping[str, Any], rank: int, limit: float) -> None:
+        self._store = dist.TCPStore("127.0.0.1", run["store"], timeout=datetime.timedelta(seconds=limit))
+        self._place, self._rank = run["place"], rank
+        self.seconds: list[float] = []
+
+    def begin(self) -> None:
+        """Waits for the turn."""
+        self._store.wait([key_of(self._place, len(self.seconds))])
+        self._start = time.perf_counter()
+
+    def end(self) -> None:
+        """Notes that the step has ended."""
+        self.seconds.append(time.perf_counter() - self._start)
+        self._store.set(end_of(self._place, len(self.seconds) - 1, self._rank), "")
+
+
 def work(options: argparse.Namespace, run: Mapping[str, Any]) -> None:
     """Trains as one rank, and writes the figures of all ranks."""
     torch.manual_seed(0)
@@ -177,25 +247,39 @@ def work(options: argparse.Namespace, run: Mapping[str, Any]) -> None:
     model = LlamaForCausalLM(
         llama(options.hidden, options.layers, options.vocabulary, max_position_embeddings=options.sequence)
     )
-    if "helix" in run:
-        seconds, losses, tensors = train_ours(model, run, options)
-    else:
-        batches = batches_of(options, run)
-        step = RIVALS[run["rival"]](model, run, options)
-        ends, losses = [], []
-        for window in itertools.islice(batches, options.steps + SKIPPED):
-            losses.append(mean_over_ranks(step(window), run))
-            ends.append(time.perf_counter())
-        seconds = [end - begin for begin, end in itertools.pairwise(ends)][SKIPPED - 1 :]
-        # A tally of storages cannot see into DTensors.
-        tensors = math.nan if run["rival"] == "native TP" else peak_of(lambda: step(next(batches)))
-    mine = statistics.median(seconds), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, tensors
+    turns = Turns(run, options.rank, options.timeout)
+    losses, tensors = (train_ours if "helix" in run else train_rival)(model, run, options, turns)
+    mine = turns.seconds[SKIPPED:], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, tensors
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
-    slowest, process, live = (max(column) for column in zip(*gathered, strict=True))
+    seconds, process, live = zip(*gathered, strict=True)
     if options.rank == 0:
-        result = {"seconds": slowest, "process": process, "tensors": live, "losses": losses}
+        slowest = [max(step) for step in zip(*seconds, strict=True)]
+        result = {"seconds": slowest, "process": max(process), "tensors": max(live), "losses": losses}
         Path(run["output"]).write_text(json.dumps(result))
+
+
+def train_rival(
+    model: Any, run: Mapping[str, Any], options: argparse.Namespace, turns: Turns
+) -> tuple[list[float], float]:
+    """Trains with another library; returns as `train_ours`."""
+    batches = batches_of(options, run)
+    checkpoint_layers(model, options)
+    step = RIVALS[run["rival"]](model, run, options)
+    losses = []
+    for _ in range(options.steps + SKIPPED):
+        turns.begin()
+        losses.append(mean_over_ranks(step(next(batches)), run))
+        turns.end()
+    # A tally of storages cannot see into DTensors.
+    return losses, math.nan if run["rival"] == "native TP" else peak_of(lambda: step(next(batches)))
+
+
+def checkpoint_layers(model: Any, options: argparse.Namespace) -> None:
+    """Makes layers of a rival's model run again in backward, if asked for."""
+    if options.recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
 
 
 def rows_of(options: argparse.Namespace, count: int) -> Tensor:
@@ -206,7 +290,7 @@ def rows_of(options: argparse.Namespace, count: int) -> Tensor:
 
 def replicas_of(run: Mapping[str, Any]) -> int:
     """The number of data-parallel ranks of a contender."""
-    return int(run["processes"]) if run.get("rival") in ("DDP", "FSDP2") else 1
+    return int(run["processes"]) if run.get("rival") in ("DDP", "FSDP2", "DeepSpeed ZeRO-3") else 1
 
 
 def batches_of(options: argparse.Namespace, run: Mapping[str, Any]) -> Iterator[list[Tensor]]:
@@ -237,9 +321,9 @@ def peak_of(step: Callable[[], object]) -> int:
 
 
 def train_ours(
-    model: Any, run: Mapping[str, Any], options: argparse.Namespace
-) -> tuple[list[float], list[float], float]:
-    """Trains with HelixTrainer; returns the seconds of steps, all losses, and the peak of live tensors in one step."""
+    model: Any, run: Mapping[str, Any], options: argparse.Namespace, turns: Turns
+) -> tuple[list[float], float]:
+    """Trains with HelixTrainer; returns all losses, and the peak of live tensors in one step."""
     import transformers
     from transformers import TrainerCallback, TrainingArguments
     from transformers.trainer_callback import PrinterCallback
@@ -247,12 +331,16 @@ def train_ours(
     from hf_helix import HelixConfig, HelixTrainer
 
     transformers.logging.set_verbosity_error()
-    ends: list[float] = []
     losses: list[float] = []
 
     class Watch(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            ends.append(time.perf_counter())
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            turns.begin()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            turns.end()
+            if state.global_step < steps:
+                turns.begin()
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             if "loss" in (logs or {}):
@@ -280,11 +368,12 @@ def train_ours(
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = HelixTrainer(model=model, args=args, train_dataset=data, helix_config=HelixConfig(**run["helix"]))
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(Watch())
+    watch = Watch()
+    trainer.add_callback(watch)
     trainer.train()
-    seconds = [end - begin for begin, end in itertools.pairwise(ends)][SKIPPED - 1 :]
+    trainer.remove_callback(watch)
     trainer.args.max_steps = 1
-    return seconds, losses[:steps], peak_of(trainer.train)
+    return losses, peak_of(trainer.train)
 
 
 # -- rivals ----------------------------------------------------------------------------------------------------------
@@ -346,8 +435,41 @@ def native_tp(model: Any, run: Mapping[str, Any], options: argparse.Namespace) -
     dist.barrier()
     config = DistributedConfig(tp_size=dist.get_world_size())
     model = AutoModelForCausalLM.from_pretrained(folder[0], distributed_config=config).train()
+    checkpoint_layers(model, options)
     # The fused step refuses the mixture of tensors and DTensors that native tensor parallelism makes.
     return accumulating(model, optimizer_of(model.parameters(), fused=False), lambda is_last: None)
+
+
+def with_deepspeed(stage: int, is_cut: bool) -> Callable[[Any, Mapping[str, Any], argparse.Namespace], Step]:
+    """A stage of DeepSpeed's ZeRO, of its AutoTP if the model is cut."""
+
+    def make(model: Any, run: Mapping[str, Any], options: argparse.Namespace) -> Step:
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which it would compile
+        deepspeed.init_distributed("gloo")
+        config = {
+            "train_micro_batch_size_per_gpu": options.batch,
+            "gradient_accumulation_steps": run["microbatches"],
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": stage},
+            **({"tensor_parallel": {"autotp_size": dist.get_world_size()}} if is_cut else {}),
+        }
+        optimizer = optimizer_of(model.parameters(), fused=False)
+        engine, *_ = deepspeed.initialize(model=model.train(), optimizer=optimizer, config=config)
+
+        def step(window: Sequence[Tensor]) -> float:
+            losses = []
+            for ids in window:
+                loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.detach())
+            return float(torch.stack(losses).mean())
+
+        return step
+
+    return make
 
 
 class Stage(nn.Module):
@@ -421,6 +543,8 @@ RIVALS: Mapping[str, Callable[[Any, Mapping[str, Any], argparse.Namespace], Step
     "torch ZBV": pipeline("ZBVZeroBubble", 2, is_folded=True),
     "torch DualPipeV": pipeline("DualPipeV", 2, is_folded=True),
     "native TP": native_tp,
+    "DeepSpeed ZeRO-3": with_deepspeed(3, is_cut=False),
+    "DeepSpeed AutoTP": with_deepspeed(0, is_cut=True),
 }
 
 if __name__ == "__main__":
