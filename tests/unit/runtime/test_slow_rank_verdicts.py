@@ -238,7 +238,7 @@ def test_a_rank_that_stays_slow_stays_named() -> None:
 
 def test_times_travel_as_json() -> None:
     times = World(random.Random(9)).look().times[2]
-    assert RankTimes.read(json.loads(json.dumps(dataclasses.asdict(times)))) == times
+    assert RankTimes.read(json.loads(json.dumps(vars(times)))) == times
 
 
 def test_transfers_of_longer_sequences_are_no_slower_link() -> None:
@@ -250,8 +250,8 @@ def test_transfers_of_longer_sequences_are_no_slower_link() -> None:
 
     def stretched(times: RankTimes, factor: float) -> dict[str, Transfers]:
         return {
-            group: dataclasses.replace(
-                each, sample=[Transfer(name, factor * start, factor * end) for name, start, end in each.sample]
+            group: each._replace(
+                sample=[Transfer(name, factor * start, factor * end) for name, start, end in each.sample]
             )
             for group, each in times.transfers.items()
         }
