@@ -6,12 +6,12 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 SITE   := $(VENV)/.site
 
-# The oldest versions that pyproject.toml promises. Torch from a package index may bring CUDA packages of gigabytes;
-# `make test-oldest TORCH=2.13.0` takes another version, such as one that is on the machine.
+# The oldest versions that pyproject.toml promises, and the newest of everything. Torch from a package index may bring
+# CUDA packages of gigabytes; `make test-oldest TORCH=2.13.0` takes another version, such as one that is on the machine.
 OLDEST       := .venv-oldest
+NEWEST       := .venv-newest
 PACKAGE      := .venv-package
-TORCH        ?= 2.11.0
-OLD_VERSIONS := torch==$(TORCH) transformers==5.17.0 accelerate==1.14.0 'huggingface_hub<2'
+OLD_VERSIONS := transformers==5.17.0 accelerate==1.14.0 'huggingface_hub<2'
 
 # One thread per process: the processes of a test or a demo share the machine's cores.
 export OMP_NUM_THREADS ?= 1
@@ -20,7 +20,7 @@ export HF_HUB_OFFLINE ?= 1
 # Many processes import the same modules: their bytecode is kept, whatever the shell says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install demo test test-slow test-oldest package golden fuzz lint format docs site bench gpu-check gpu-check-dry clean
+.PHONY: help install demo test test-slow test-oldest test-newest package golden fuzz lint format docs site bench gpu-check gpu-check-dry clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,8 +49,14 @@ test-slow: $(SITE)  ## run the tests that take minutes and the further combinati
 
 test-oldest:  ## run the tests in .venv-oldest, with the oldest versions that are promised; TORCH=... for another torch
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet $(OLD_VERSIONS) --editable '.[dev]'
+	$(OLDEST)/bin/python -m pip install --quiet torch==$(or $(TORCH),2.11.0) $(OLD_VERSIONS) --editable '.[dev]'
 	$(OLDEST)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+test-newest:  ## run the tests in .venv-newest, with the newest version of every package; TORCH=... for another torch
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager $(if $(TORCH),torch==$(TORCH)) \
+		--editable '.[dev]'
+	$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 package:  ## build sdist and wheel in dist/, install the wheel alone into .venv-package, and run what a user runs first
 	rm -rf dist $(PACKAGE)
@@ -94,4 +100,4 @@ gpu-check-dry: $(STAMP)  ## the same on the CPU with tiny sizes: shows that the 
 	$(BIN)/python -m benchmarks.gpu --dry
 
 clean:  ## remove what was built
-	rm -rf $(VENV) $(OLDEST) $(PACKAGE) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(PACKAGE) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
