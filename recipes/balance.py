@@ -86,7 +86,7 @@ def main() -> None:
     )
     if recipe.rate:
         trainer.add_callback(BalanceExperts(trainer, recipe.rate))
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     metrics = trainer.evaluate()
     trainer.save_model()
     if trainer.is_world_process_zero():

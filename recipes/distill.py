@@ -82,7 +82,7 @@ def main() -> None:
     )
     trainer.teacher = trainer.accelerator.prepare_model(teacher, evaluation_mode=True)
     before = trainer.evaluate()["eval_loss"]
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     after = trainer.evaluate()["eval_loss"]
     trainer.save_model()
     if trainer.is_world_process_zero():

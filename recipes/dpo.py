@@ -58,7 +58,7 @@ def main() -> None:
         processing_class=AutoTokenizer.from_pretrained(name),
         peft_config=get_peft_config(options),
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     metrics = trainer.evaluate()
     trainer.save_model()
     if trainer.is_world_process_zero():

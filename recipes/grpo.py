@@ -60,7 +60,7 @@ def main() -> None:
         processing_class=AutoTokenizer.from_pretrained(name),
         peft_config=get_peft_config(options),
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     if trainer.is_world_process_zero():
         rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]

@@ -85,7 +85,7 @@ def main() -> None:
         processing_class=tokenizer,
     )
     before = trainer.evaluate()["eval_loss"]
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     after = trainer.evaluate()["eval_loss"]
     overlap = trainer.measure_overlap()
     trainer.save_model()

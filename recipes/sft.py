@@ -87,7 +87,7 @@ def main() -> None:
         eval_dataset=held_out,
         processing_class=tokenizer,
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     metrics = trainer.evaluate()
     trainer.save_model()
     trainer.create_model_card(dataset_name=Path(recipe.train_file).name or "Python documentation")
