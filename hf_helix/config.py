@@ -110,8 +110,9 @@ class HelixConfig:
             `search`: the searched plan, the fastest or not; measures before the first step;
             `greedy`: list scheduling of all micro-batches of a step (a window); measures nothing;
             `sequential`: one micro-batch at a time (Megatron's way);
-            to compare with, `dhelix`: the paper's paired segments with barriers (section 4.2; measures before the first
-            step), `round_robin`: operators in turn (the paper's Wavelet+);
+            `dhelix`: the paper's paired segments with barriers (section 4.2), to compare with; measures before the
+            first step;
+            `round_robin`: operators in turn (the paper's Wavelet+), to compare with;
             or the path of a plan saved with `trainer.plan.save(path)` or made with `hf-helix plan`.
         tuning_share: the part of a run's time for measuring and searching under `plan="auto"`, from 0 to 1: after 2, 4,
             8, ... steps, the thoroughness is chosen to fit that part of the remaining steps (in a loop around

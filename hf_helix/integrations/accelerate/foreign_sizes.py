@@ -31,7 +31,7 @@ _REFUSED = {
     "tp_plan": ((None, "auto"), "use None or 'auto': the model's own base_model_tp_plan counts"),
     "ep_plan": ((None,), "use None: experts are divided as the model's own plan says"),
     "fsdp_plan": ((None,), "use None: every layer is sharded by itself"),
-    "fsdp_cpu_offload": ((False,), "use False: shards stay on the device"),
+    "fsdp_cpu_offload": ((False,), "use False, with shard_parameters and offload='parameters' in helix"),
     "fsdp_mixed_precision": ((False,), "use False, with TrainingArguments(bf16=True)"),
     "ep_implementation": (("auto", "all_to_all"), "use 'auto' or 'all_to_all'"),
     "sp_size": ((1,), "use sp_size=1, and cp_size for ranks that share a sequence"),

@@ -91,7 +91,7 @@ class Family(ABC):
         """Returns the load-balancing loss in the model's loss; None for a model without.
 
         With a load-balancing loss, every layer takes the value `BALANCE` after `x` and passes it on, see
-        `models.balance.add_part`.
+        `models.graph.balance.add_part`.
         """
         return None
 

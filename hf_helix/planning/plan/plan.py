@@ -25,7 +25,7 @@ class Plan(ABC):
     """A plan.
 
     Attributes:
-        rule: the name of the plan's rule, see `planning.plan.registry`.
+        rule: the name of the plan's rule, see `planning.rules.registry`.
         model: the class of its model.
         mesh: the sizes of its mesh.
         graphs: a digest of the model's graphs, see `graphs_digest`.
