@@ -7,11 +7,12 @@ cost on a device is negligible. Masks are placeholders (`MaskOf`), since making 
 """
 
 import contextlib
+import copy
 import functools
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -85,9 +86,12 @@ class LayerCall:
         return leaves
 
     def fill(self, tensors: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments with tensors in place of `Given`."""
+        """Returns the arguments with tensors in place of `Given`. Mappings that layers may write to, such as keys and
+        values for later layers, are copies."""
 
         def put(leaf: Any) -> Any:
+            if isinstance(leaf, MutableMapping):
+                return copy.copy(leaf)
             return tensors[leaf.name] if isinstance(leaf, Given) else leaf
 
         args, kwargs = tree_map(put, (self.args, self.kwargs))
