@@ -26,8 +26,9 @@ def units_of(model: Any) -> list[Unit]:
 def test_the_block_is_the_module_with_the_code() -> None:
     """Not the expert that the loop calls, nor the layer around it; layers without a block have none."""
     family = DerivedFamily(looped())
-    assert [(number, block.path) for number, block in family.blocks()] == [(n, "mlp.block") for n in range(3)]
-    assert [(number, block.path) for number, block in DerivedFamily(branching()).blocks()] == [(1, "mlp"), (2, "mlp")]
+    assert [(number, block.path) for number, block in family.plans.blocks()] == [(n, "mlp.block") for n in range(3)]
+    blocks = DerivedFamily(branching()).plans.blocks()
+    assert [(number, block.path) for number, block in blocks] == [(1, "mlp"), (2, "mlp")]
 
 
 @pytest.mark.parametrize(
@@ -42,8 +43,8 @@ def test_the_block_is_the_module_with_the_code() -> None:
 )
 def test_classes_of_transformers(name: str, paths: set[str], reason: str) -> None:
     family = DerivedFamily(small(name, num_hidden_layers=2))
-    assert {block.path for _, block in family.blocks()} == paths
-    assert all(reason in block.reason for _, block in family.blocks())
+    assert {block.path for _, block in family.plans.blocks()} == paths
+    assert all(reason in block.reason for _, block in family.plans.blocks())
 
 
 def test_only_the_block_is_opaque() -> None:
@@ -86,7 +87,7 @@ def test_a_layer_can_be_a_block() -> None:
     """It is given its masks as tensors."""
     model = branch_in_the_layer(looped(num_hidden_layers=2))
     family = DerivedFamily(model)
-    assert [block.path for _, block in family.blocks()] == ["", ""]
+    assert [block.path for _, block in family.plans.blocks()] == ["", ""]
     assert family.calls._makes_masks
     (unit,) = family.units(model, ParallelContext())[1:2]
     assert {*unit.placements} == {*model.model.layers[0].parameters()}
@@ -139,7 +140,7 @@ def test_token_by_token(make: Any, is_by_token: bool) -> None:
     model = make(num_hidden_layers=2)
     family = DerivedFamily(model)
     family.units(model, ParallelContext())
-    plan = family._kind(1, 1, 0)
+    plan = family.plans.of_layer(1, 1, 0)
     (node,) = [node for node in plan.trace.nodes if node in plan.needed and "block" in str(node.target)]
     segment, inputs = plan.segment([node])
     layer = model.model.layers[1]
@@ -150,6 +151,6 @@ def test_the_doctor_refuses_to_count_a_block() -> None:
     """On the meta device there are no values that its work depends on; its shapes are known there as well."""
     with torch.device("meta"):
         model = LoopedForCausalLM(looped().config)
-    assert len(DerivedFamily(model).blocks()) == 3
+    assert len(DerivedFamily(model).plans.blocks()) == 3
     with pytest.raises(ValueError, match=r"layers\.0 has a block whose work depends on the values of a batch"):
         Counter(model).kinds()
