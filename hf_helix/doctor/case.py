@@ -114,7 +114,7 @@ class Case:
             axes[axis] = Sharers(Ranks(size), Ranks(replicas), Ranks(shards.get(copies_axis(axis), 1)))
         return Place(axes, num_sequence_parts=sizes.cp, num_batches=sizes.dp)
 
-    @property
+    @functools.cached_property
     def counted(self) -> HelixConfig:
         """The options that the amounts of a rank depend on."""
         config, spreads = self.config, self.config.spread_vocabulary

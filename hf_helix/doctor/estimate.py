@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hf_helix.doctor.amounts.records import ATTENTION, MATMUL, Amounts, Kernel, OperatorAmounts, Transfer
+from hf_helix.doctor.amounts.records import ATTENTION, MATMUL, Amounts, Kernel, OperatorAmounts, Transfer, of_each
 from hf_helix.doctor.case import HELIX, Case, Software
 from hf_helix.planning.graph.backward import OF_SLICES
 from hf_helix.planning.graph.operator import Kind
@@ -165,7 +165,7 @@ def operator_seconds(
         dtype: the type of matrix products.
         software: of the run.
     """
-    seconds = sum(kernel_seconds(kernel, cluster, dtype, software) for kernel in amounts.kernels)
+    seconds = sum(of_each(lambda kernel: kernel_seconds(kernel, cluster, dtype, software), amounts.kernels))
     if kind.communicates:
         transfers = amounts.transfers
         if software.once_a_node < 1.0:

@@ -28,6 +28,7 @@ from hf_helix.doctor.amounts.records import (
     OperatorAmounts,
     Storage,
     Transfer,
+    of_each,
 )
 from hf_helix.measure.cache_folder import cache_root, write_file
 from hf_helix.planning.graph.backward import GraphPair
@@ -141,7 +142,7 @@ def to_json(value: Any) -> Any:
     if isinstance(value, tuple):
         return [to_json(each) for each in value]
     if isinstance(value, list):
-        return {IS: "list", "items": [to_json(each) for each in value]}
+        return {IS: "list", "items": of_each(to_json, value)}
     if isinstance(value, Mapping):
         return {IS: "mapping", "items": [[to_json(key), to_json(each)] for key, each in value.items()]}
     if isinstance(value, ValueError):

@@ -9,7 +9,7 @@ their gradients, which stay as large.
 
 from dataclasses import replace
 
-from hf_helix.doctor.amounts.records import OTHER, Amounts, Kernel, OperatorAmounts, Transfer
+from hf_helix.doctor.amounts.records import OTHER, Amounts, Kernel, OperatorAmounts, Transfer, of_each
 from hf_helix.planning.graph.operator import Operator, Part
 from hf_helix.planning.window.layout import named_operators
 
@@ -26,7 +26,7 @@ def larger_amounts(amounts: Amounts, factor: float) -> Amounts:
 
 def _larger(counted: OperatorAmounts, op: Operator, factor: float, is_layer: bool) -> OperatorAmounts:
     of_tokens = is_layer and op.part is not Part.W and not op.ahead
-    kernels = [_more(kernel, factor, of_tokens) for kernel in counted.kernels]
+    kernels = of_each(lambda kernel: _more(kernel, factor, of_tokens), counted.kernels)
     transfers = [_longer(each, factor) for each in counted.transfers] if of_tokens else counted.transfers
     return replace(counted, kernels=kernels, transfers=tuple(transfers))
 

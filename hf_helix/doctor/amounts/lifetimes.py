@@ -51,7 +51,10 @@ class LifetimeTrace(Trace):
     def _begin(self, label: str | None) -> None:
         self._meter.begin(label)
         for key, value in ((key, value) for state in self._states for key, value in state.values.items()):
-            copies = [copy for copy in vars(value).get("copies", {}).values() if isinstance(copy, Tensor)]
+            made = vars(value).get("copies")
+            if key in self._seen and not made:
+                continue
+            copies = [copy for copy in made.values() if isinstance(copy, Tensor)] if made else []
             for tensor in (*copies, *([] if key in self._seen else [value])):
                 allocated = self._meter.allocation_of(tensor)
                 if allocated is not None and key not in self.values[allocated]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunction
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,7 +63,7 @@ def made_on_meta(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 def _with_sizes(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
     """Returns arguments of which some are tensors of the host, as sizes of images are: they stay there, since code asks
     for their values, and with tensors of the meta device they count as such."""
-    found = [*tensors_in((args, kwargs))]
+    found = tensors_in((args, kwargs))
     of_host = [tensor for tensor in found if not tensor.is_meta]
     if len(of_host) == len(found) > 0 and function.overloadpacket is torch.ops.aten._to_copy:
         return args, {**kwargs, "device": "cpu"}
@@ -73,15 +74,21 @@ def _with_sizes(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return given
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors among arguments or results, in order."""
+def tensors_in(value: Any) -> list[Tensor]:
+    """Returns the tensors among arguments or results, in order."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from tensors_in(each)
-    elif isinstance(value, dict):
-        yield from tensors_in(tuple(value.values()))
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return []
+    found = []
+    for each in value:
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, tuple | list | dict):
+            found += tensors_in(each)
+    return found
 
 
 @functools.cache
@@ -89,6 +96,12 @@ def _only_makes(function: Any) -> bool:
     """Returns whether an operator is declared to write to and to return none of its arguments."""
     schema = getattr(function, "_schema", None)  # operators of higher order have none
     return schema is not None and all(each.alias_info is None for each in (*schema.arguments, *schema.returns))
+
+
+@functools.cache
+def _writes(function: Any) -> bool:
+    """Returns whether an operator is declared to write to one of its arguments."""
+    return any(each.alias_info is not None and each.alias_info.is_write for each in function._schema.arguments)
 
 
 def _key_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
@@ -179,7 +192,7 @@ class Meter(TorchDispatchMode):
 
     def __init__(self, existing: Sequence[Tensor] = (), before: Meter | None = None, counts: bool = True) -> None:
         super().__init__()
-        self._counts = counts
+        self.counts = counts
         self.counted: dict[str, Metered] = defaultdict(Metered)
         self.allocated: list[Allocated] = []
         self._existing = {tensor.untyped_storage()._cdata for tensor in existing}
@@ -223,17 +236,21 @@ class Meter(TorchDispatchMode):
         entry = self._live.get(tensor.untyped_storage()._cdata)
         return None if entry is None else entry[1]
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would wrap every call, and nothing is compiled here
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = made_on_meta(function, args, kwargs or {})
-        outputs = list(tensors_in(result))
-        is_new = sum(self._allocate(leaf.untyped_storage()) for leaf in outputs) > 0
-        if self._now is not None and self._counts:
-            if is_new:
-                self._now.peak = max(self._now.peak, self._bytes - self._start)
-            inputs = list(tensors_in((args, kwargs)))
-            kernel = kernel_of(function, args, kwargs or {}, inputs, outputs)
-            if kernel is not None:
-                self._now.kernels.append(kernel)
+        with DisableTorchFunction():  # sizes are read without `FusedKernels`
+            result = made_on_meta(function, args, kwargs or {})
+            outputs = tensors_in(result)
+            news = [self._allocate(leaf.untyped_storage()) for leaf in outputs]
+            if self._now is not None and self.counts:
+                if True in news:
+                    self._now.peak = max(self._now.peak, self._bytes - self._start)
+                kernel = kernel_of(function, args, kwargs or {}, tensors_in((args, kwargs)), outputs)
+                if kernel is not None:
+                    self._now.kernels.append(kernel)
         return result
 
     def _allocate(self, storage: torch.UntypedStorage) -> bool:
@@ -261,10 +278,10 @@ def kernel_of(
     packet = function.overloadpacket
     if packet in _ALLOCATING or not outputs:
         return None
-    writes = any(each.alias_info is not None and each.alias_info.is_write for each in function._schema.arguments)
-    known = {tensor.untyped_storage()._cdata for tensor in inputs}
-    if not writes and all(tensor.untyped_storage()._cdata in known for tensor in outputs):
-        return None
+    if not _writes(function):
+        known = {tensor.untyped_storage()._cdata for tensor in inputs}
+        if all(tensor.untyped_storage()._cdata in known for tensor in outputs):
+            return None
     if packet in _PRODUCTS:
         left, right = _PRODUCTS[packet](args)
         count = left.shape[0] if left.dim() == 3 else 1
@@ -332,7 +349,7 @@ def mixer_kernel(call: MixerCall, tensors: Sequence[Tensor], backward: bool) -> 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
     """Returns the bytes of tensors; an expanded tensor counts the bytes of its storage."""
-    return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
+    return sum([min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors])
 
 
 _ALLOCATING = {

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 from hf_helix.planning.parameters import EXPERTS, Parameter, Place, Ranks, Sharers
 from hf_helix.planning.timing.profile import OperatorMemory
@@ -16,6 +17,9 @@ from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES
 from hf_helix.planning.timing.token_flops import TokenFlops
 from hf_helix.planning.traffic import BucketMember, completion
 from hf_helix.planning.window.layout import Layout, Name
+
+T = TypeVar("T")
+Answer = TypeVar("Answer")
 
 PARAMETER, GRADIENT, STATES = 4, 4, 8
 """Bytes of an element: trained weights and gradients in fp32, and the two states of Adam."""
@@ -35,6 +39,12 @@ class Kernel:
     exponentials: float = 0.0  # number of values of an exponential or a similar function
     causal: bool = False  # whether attention leaves out the keys after a query
     fp8: bool = False  # whether the factors of a product are in fp8
+
+
+def of_each(function: Callable[[T], Answer], items: Sequence[T]) -> list[Answer]:
+    """Returns the results of a function for kernels or other items; one that a loop repeats is asked about once."""
+    results = {key: function(item) for key, item in {id(item): item for item in items}.items()}
+    return [results[id(item)] for item in items]
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,7 @@ def text_of(value: Any, names: Mapping[int, str]) -> str:
     return f"{type(value).__qualname__} {id(value)}"
 
 
+@functools.cache
 def digest_of_code(code: CodeType) -> str:
     """Returns a digest of a function's code, independent of its file and line."""
     parts = [

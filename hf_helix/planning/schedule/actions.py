@@ -35,7 +35,7 @@ class Action(NamedTuple):
 
     def later(self, count: int) -> Action:
         """The same action `count` micro-batches later."""
-        return self._replace(microbatch=self.microbatch + count)
+        return Action(self.stage, self.computation_type, self.microbatch + count)
 
     @classmethod
     def parse(cls, text: str) -> Action:

@@ -65,25 +65,23 @@ def simulate(arrays: WindowArrays, slowdown: Slowdown | None = None, order: Sequ
     rates = None if slowdown is None else _rates(arrays, slowdown)
     ranks = [_RankClock(timeline, queues, done, rates) for queues in _queues(arrays, order)]
     waiting = _waiting_ranks(arrays, len(ranks))
-    events: list[tuple[float, int, int]] = []  # the time of a rank's next end, the rank, and its state at that time
+    events: list[tuple[float, int, int]] = []  # the time of a rank's next event, the rank, and its state at that time
+    looking = list(range(len(ranks)))  # ranks for which something may have changed
 
-    def run(number: int, until: float, ends: bool) -> list[int]:
+    def run(number: int, until: float, ends: bool) -> None:
         rank = ranks[number]
         found = rank.run(until, waiting, ends)
-        if rank.step < math.inf:
-            heappush(events, (rank.now + rank.step, number, rank.state))
-        return found
+        if rank.next < math.inf:
+            heappush(events, (rank.next, number, rank.state))
+        looking.extend({each for place in found for each in waiting[place]} - {number})
 
-    for number in range(len(ranks)):
-        run(number, -1.0, ends=False)
-    while events:
-        _, number, state = heappop(events)
-        if state != ranks[number].state:
+    while looking or events:
+        if looking:
+            run(looking.pop(), -1.0, ends=False)
             continue
-        found = run(number, events[0][0] if events else math.inf, ends=True)
-        for other in sorted({each for place in found for each in waiting[place]} - {number}):
-            ranks[other].advance(ranks[number].now)
-            run(other, -1.0, ends=False)
+        _, number, state = heappop(events)
+        if state == ranks[number].state:
+            run(number, events[0][0] if events else math.inf, ends=True)
     left = len(order) + 1 - done.count(1)
     if left:
         raise ValueError(f"the order cannot run: {left} instructions wait for later ones")
@@ -169,17 +167,18 @@ def _queues(arrays: WindowArrays, order: Sequence[int]) -> list[list[Queue]]:
 
 
 class _RankClock:
-    """The streams of one rank.
+    """The streams of one rank. A rank runs ahead of others until one of its queues waits for an instruction of another
+    rank that has not ended.
 
     Attributes:
-        now: the time of the last event.
-        step: seconds until the next end; infinity if nothing runs.
+        next: the time of the next event: an end, or an end on another rank that a queue waits for; infinity if nothing
+            runs.
         state: a number that changes with the set of running instructions.
     """
 
     def __init__(self, timeline: Timeline, queues: list[Queue], done: bytearray, rates: Rates | None) -> None:
-        self.now = self.step = 0.0
-        self.state = 0
+        self.state, self.next = 0, math.inf
+        self._now = self._step = 0.0
         self._arrays, self._starts, self._ends = timeline.arrays, timeline.starts, timeline.ends
         self._queues = [queue[::-1] for queue in queues]
         self._done, self._rates = done, rates
@@ -189,33 +188,32 @@ class _RankClock:
         self._idle = [number for number, queue in enumerate(queues) if queue]
         self._blocked_by = [NONE] * len(queues)  # an instruction that the next one of an idle queue waits for
 
-    def advance(self, now: float) -> None:
-        """Runs until a time before the next end."""
-        step = now - self.now
-        for number in self._active:
-            self._left[number] = max(0.0, self._left[number] - step / self._rate[number])
-        self.now = now
-
     def run(self, until: float, waiting: Mapping[int, object], ends: bool) -> list[int]:
-        """Runs until the next end is later than `until`, or until an instruction ends that others wait for. In every
-        round, what can start starts, and the next end is found.
+        """Runs until nothing can start or end, or while a queue waits for an instruction of another rank, until the
+        next event is later than `until` or an instruction has ended that others wait for. In every round, what can
+        start starts, and the next event is found.
 
         One long function without calls: it runs for every instruction of every window.
 
         Args:
-            until: in seconds.
+            until: in seconds; nothing of another rank ends before.
             waiting: by the instructions that other ranks wait for.
-            ends: whether the first round begins with the next end.
+            ends: whether the first round begins with the next event.
 
         Returns:
             The ended instructions that other ranks wait for.
         """
         done, needs, seconds, entries = self._done, self._arrays.needs, self._arrays.seconds, self._arrays.entries
         queues, running, left, rate, blocked_by = self._queues, self._running, self._left, self._rate, self._blocked_by
-        first, last, idle, active, now, step = self._starts, self._ends, self._idle, self._active, self.now, self.step
+        first, last, idle, active, now, step = self._starts, self._ends, self._idle, self._active, self._now, self._step
         found: list[int] = []
+        wake = self.next
         while True:
-            if ends:
+            if ends and wake < now + step:
+                for number in active:
+                    left[number] = max(0.0, left[number] - (wake - now) / rate[number])
+                now = wake
+            elif ends:
                 now += step
                 still = []
                 for number in active:
@@ -233,9 +231,10 @@ class _RankClock:
                     if place in waiting:
                         found.append(place)
                 active = still
-            ends, started = True, False
+            ends, started, is_open, wake = True, False, False, math.inf
             for number in idle:
                 if not done[blocked_by[number]]:
+                    is_open = is_open or blocked_by[number] in waiting
                     continue
                 place, after, known = queues[number][-1]
                 if not done[after]:
@@ -246,6 +245,11 @@ class _RankClock:
                     for need in needs[place]:
                         if not done[need]:
                             blocked_by[number] = need
+                            is_open = is_open or need in waiting
+                            break
+                        if last[need] > now:  # another rank is ahead
+                            blocked_by[number] = NONE
+                            wake = min(wake, last[need])
                             break
                     else:
                         queues[number].pop()
@@ -269,9 +273,27 @@ class _RankClock:
                 for number, slow in zip(active, slowed, strict=True):
                     rate[number] = slow
                     step = min(step, left[number] * slow)
-            if found or not active or now + step > until:
+            if len(active) == 1 and not is_open:  # goes on alone, until an instruction that another queue waits for
+                number = active[0]
+                queue, place, awaited = queues[number], running[number], {blocked_by[other] for other in idle}
+                while queue and place not in awaited and now + step < wake:
+                    following, after, known = queue[-1]
+                    done[place] = 1
+                    late = [need for need in needs[following] if not done[need] or last[need] > now + step]
+                    if late or not (done[after] and done[known]):
+                        done[place] = 0
+                        break
+                    if place in waiting:
+                        found.append(place)
+                    queue.pop()
+                    now += step
+                    last[place] = first[following] = now
+                    place, step = following, seconds[following]
+                running[number], left[number] = place, step
+            wake = min(wake, now + step)
+            if wake == math.inf or (is_open and (found or wake > until)):
                 break
-        self._idle, self._active, self.now, self.step = idle, active, now, step
+        self._idle, self._active, self._now, self._step, self.next = idle, active, now, step, wake
         self.state += 1
         return found
 
@@ -286,7 +308,7 @@ def _rates(arrays: WindowArrays, slowdown: Slowdown) -> Rates:
     @cache
     def rates(entries: tuple[int, ...]) -> list[float]:
         return [
-            math.prod(of(entry, other) for number, other in enumerate(entries) if number != place)
+            math.prod([of(entry, other) for number, other in enumerate(entries) if number != place])
             for place, entry in enumerate(entries)
         ]
 

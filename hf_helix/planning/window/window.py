@@ -369,11 +369,12 @@ class Window:
         numbers = self._numbers()
         operators = zip(pattern.names, pattern.operators, strict=True)
         seconds = [0.0 if op.receives else times[name] for name, op in operators]
-        places = list(zip(self.indices, self.microbatches, strict=True))
-        needs = [[at[k][need] for need in pattern.needs[index]] for index, k in places]
+        needs: list[list[int]] = []
+        for made in self.passes:
+            places = at[made.microbatch]
+            needs += [[places[need] for need in pattern.needs[index]] for index in made.indices]
         if len(self) < len(self.at) * len(pattern.instructions):
             needs = [[need for need in row if need != NONE] for row in needs]
-        sources = pattern.size_sources
         moving = self.traffic if traffic else []
         if moving:
             self._add_traffic_needs(needs)
@@ -387,8 +388,16 @@ class Window:
             list(numbers),
             self.per_place(pattern.ranks) + [self.layout.rank_of(step.traffic.unit) for step in moving],
             self.per_place(pattern.lanes) + [0] * len(moving),
-            [NONE if sources[index] == NONE else at[k][sources[index]] for index, k in places] + [NONE] * len(moving),
+            self._size_sources() + [NONE] * len(moving),
         )
+
+    def _size_sources(self) -> list[int]:
+        """The size source of each place."""
+        at, sources = self.at, self.pattern.size_sources
+        if all(source == NONE for source in sources):
+            return [NONE] * len(self)
+        places = zip(self.indices, self.microbatches, strict=True)
+        return [NONE if sources[index] == NONE else at[k][sources[index]] for index, k in places]
 
     def _add_traffic_needs(self, needs: list[list[int]]) -> None:
         """Adds rows for the places of the traffic, and these places to other rows: a reduction needs the adders to its
