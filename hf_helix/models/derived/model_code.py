@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
@@ -25,9 +26,17 @@ from hf_helix.planning.text import shorten_lines
 OWN = ("transformers", "torch", "peft", "bitsandbytes")
 """Packages whose classes a declaration describes."""
 
-PATCHING = (*OWN, "trl")
+TRL = "trl"
+
+PATCHING = (*OWN, TRL)
 """Packages that may replace a `forward` on an instance. TRL's fused head computes the same loss, in a method of its
 trainers that is never called, and passes every other call on."""
+
+REMOVE = "remove it (handle.remove())"
+IN_FP32 = (
+    "it casts the output of a table that is also the head, and is in fp32: use cast_lm_head_to_fp32=False, or load the "
+    "model with dtype=torch.float32, where it changes nothing"
+)
 
 KERNELS = "kernels"
 """The package of the Hub's kernels, which Transformers puts in the place of its own forwards if asked to."""
@@ -169,8 +178,18 @@ def has_head_beside(base: Any) -> bool:
 def _problems_of_hooks(where: str, module: nn.Module) -> Iterator[str]:
     for kind, words in _HOOKS.items():
         for hook in vars(module)[kind].values():
-            if _root(_home(hook)) not in OWN:
-                yield f"{where} has a {words}, {_named(hook)}: remove it (handle.remove())"
+            package = _root(_home(hook))
+            if package not in OWN and not (package == TRL and _is_idle(hook, module)):
+                yield f"{where} has a {words}, {_named(hook)}: {IN_FP32 if package == TRL else REMOVE}"
+
+
+def _is_idle(hook: Callable[..., Any], module: nn.Module) -> bool:
+    """Returns whether TRL's hook on the output of an embedding leaves values in the type of its table as they are."""
+    if not isinstance(module, nn.Embedding):
+        return False
+    probe = torch.empty(0, dtype=module.weight.dtype, device="meta")
+    found = hook(module, (), probe)
+    return found is None or found is probe
 
 
 def _problems_of_forward(where: str, module: nn.Module, is_own: bool, kernels: bool) -> Iterator[str]:

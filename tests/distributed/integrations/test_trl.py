@@ -104,6 +104,7 @@ def losses_of(result: dict[str, Any]) -> list[float]:
         slow("reward", PP, {}),
         slow("grpo", TP, {}),
         slow("grpo", TP, {"num_iterations": 2, "importance_sampling_level": "sequence", "top_p": 0.9, **REPEATED}),
+        slow("grpo", TP, {"cast_lm_head_to_fp32": True, "sizes": {"tie_word_embeddings": True}}),
         slow("grpo", PP, {"family": "Mixtral"}),
         slow("grpo", CP, {"lora": True}),
         slow("rloo", TP, {"lora": True}),
@@ -158,6 +159,17 @@ def test_calls_that_may_ask_for_routers_are_run_for_measurements(tmp_path: Path)
     helix = trainer.helix
     with measured(helix.runner):
         assert helix.runner.train_window(helix.session.last_window[:2]) == []
+
+
+def test_a_cast_after_the_table_of_a_head_is_refused(tmp_path: Path) -> None:
+    """TRL's, of a model in bf16 whose head is in fp32."""
+    save_tokenizer(tmp_path / "words")
+    model("Llama", 0, tie_word_embeddings=True).save_pretrained(tmp_path / "model")
+    given = {"saved": str(tmp_path / "model"), "cast_lm_head_to_fp32": True, "bf16": True}
+    of_trl = (str(tmp_path), str(tmp_path / "words"), {}, "grpo", False)
+    make(*of_trl, given)
+    with pytest.raises(ValueError, match=r"embed_tokens has a forward hook.*cast_lm_head_to_fp32=False.*float32"):
+        make(*of_trl, {**given, "model_init_kwargs": {"dtype": "bfloat16"}})
 
 
 @pytest.mark.slow
