@@ -86,6 +86,8 @@ class DerivedFamily(Family):
         self.model_class = type(base).__name__
         self.traced = {id(module): forward_of(module) for module in base.modules()}
         with refusing(base):
+            if getattr(base.config, "is_encoder_decoder", False):
+                raise Underivable("it has an encoder in front of its decoder, and only decoders are built")
             if has_towers(base) and not has_stock_loss(base):
                 raise Underivable("it has a loss of its own above embeddings that its towers may change")
             self._balance: Balance | None = None

@@ -4,7 +4,9 @@ import pytest
 import torch
 import transformers
 from support.marks import slow
+from transformers import T5Config, T5ForConditionalGeneration
 
+from hf_helix.models.derived.derived import DerivedFamily
 from hf_helix.models.registry import family_of
 from hf_helix.models.small_config import default_config
 from hf_helix.models.stock.census import read_census
@@ -54,3 +56,9 @@ def test_embeddings_of_every_layer_are_refused_by_name() -> None:
         made = transformers.Gemma4ForCausalLM(config)
     with pytest.raises(ValueError, match="hidden_size_per_layer_input=8 gives every layer"):
         family_of(made)
+
+
+def test_a_decoder_with_an_encoder_is_refused() -> None:
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration cannot be derived: it has an encoder in front"):
+        DerivedFamily(T5ForConditionalGeneration(T5Config(**sizes)))
