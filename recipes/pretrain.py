@@ -141,7 +141,7 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint or has_checkpoint(args))
     metrics = trainer.evaluate()
     overlap = None if helix.link else trainer.measure_overlap()
-    compared = trainer.compare_plans(repeats=3) if helix.link else None
+    compared = trainer.compare_plans(repeats=2) if helix.link else None
     if recipe.trace:
         trainer.trace(recipe.trace)
     trainer.save_model()

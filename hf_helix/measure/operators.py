@@ -14,6 +14,7 @@ import functools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -179,9 +180,9 @@ def time_transfers(runner: Runner, batch: MicroBatch, repeats: int) -> Times:
     return seconds, sent
 
 
-IN_A_ROW = 6  # repeats of an operator; the first warms up
+IN_A_ROW = 4  # repeats of an operator; the first warms up
 PAIRED = 2  # collectives of each kind of communication that are paired, the longest; others slow down as these do
-SHORTEST = 0.02  # of the longest collective: shorter computations are not paired, their times would be noise
+UNPAIRED = 0.1  # of the time of all computations, in the shortest of them, whose slowdowns would be noise
 
 
 @dataclass(frozen=True)
@@ -435,17 +436,17 @@ def _measure_communication(bench: Bench) -> tuple[dict[Name, list[float]], dict[
 
 
 def _measure_computation(runner: Runner, window: Sequence[MicroBatch]) -> dict[Name, list[float]]:
-    """The seconds of every computation in a running window."""
+    """The seconds of every computation in a running window, whose first micro-batch warms up."""
     program: Sequence[Instruction] = runner.program(len(window))
     if isinstance(runner.executor.streams, CudaStreams):
         program = apart(program)
     names = {unit.label: unit.name for unit in runner.rank_units.all_units.values()}
+    cold = f"{window[0].key[1]}" if len(window) > 1 else ""
     seconds: dict[Name, list[float]] = {}
-    for is_warm in (False, True):
-        for span in traced(runner, program, window, runner.sources(), ISSUING):
-            if is_warm and span.stream == Kind.COMPUTE.value:
-                seconds.setdefault(_split_label(span.label, names), []).append(span.seconds)
-        forget_gradients(runner)
+    for span in traced(runner, program, window, runner.sources(), ISSUING):
+        if span.stream == Kind.COMPUTE.value and span.label.partition(".")[0][1:] != cold:
+            seconds.setdefault(_split_label(span.label, names), []).append(span.seconds)
+    forget_gradients(runner)
     return seconds
 
 
@@ -457,15 +458,13 @@ def _measure_pairs(
     distinct = [timed for timed in bench.moving if timed.name not in like and bench.repeats(timed)]
     distinct.sort(key=lambda timed: -times[timed.name])
     moving = [timed for kind in Kind for timed in [each for each in distinct if each.op.kind is kind][:PAIRED]]
-    shortest = SHORTEST * max((times[timed.name] for timed in moving), default=0.0)
-    computing = [timed for timed in bench.computing if bench.repeats(timed) and times[timed.name] > shortest]
+    computing = _longest([timed for timed in bench.computing if bench.repeats(timed)], times)
     couples = [(a, b) for a in computing for b in moving]
     couples += [(a, b) for a in moving for b in moving if a.op.kind is Kind.INTRA_NODE and b.op.kind is Kind.INTER_NODE]
     couples += [(a, a) for a in moving]
     if not isinstance(bench.runner.executor.streams, CudaStreams):
         # On a GPU two computations on two streams would write the same gradients and saved activations at once.
-        longest = sorted(computing, key=lambda timed: -times[timed.name])[:3]
-        couples += [(a, b) for a in longest for b in longest if a.name <= b.name]
+        couples += [(a, b) for a in computing[:3] for b in computing[:3] if a.name <= b.name]
     pairs = {}
     for place, (a, b) in enumerate(couples):
         counts = _counts(a, b, times)
@@ -479,6 +478,13 @@ def _measure_pairs(
         if progress is not None:
             progress((place + 1) / len(couples))
     return pairs
+
+
+def _longest(computing: Sequence[TimedOperator], times: Mapping[Name, float]) -> list[TimedOperator]:
+    """The computations in falling order of their times, without the shortest."""
+    longest = sorted(computing, key=lambda timed: -times[timed.name])
+    before = [0.0, *accumulate(times[timed.name] for timed in longest)]
+    return [timed for timed, seconds in zip(longest, before, strict=False) if seconds < (1 - UNPAIRED) * before[-1]]
 
 
 def _counts(a: TimedOperator, b: TimedOperator, times: Mapping[Name, float]) -> tuple[int, int]:

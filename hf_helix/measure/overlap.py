@@ -9,6 +9,7 @@ docs/data_parallelism.md, with padding.
 
 import contextlib
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -101,6 +102,7 @@ def measure_overlap(
     repeats: int = 5,
     progress: Progress | None = None,
     graphs: WindowGraphs | None = None,
+    close: float = math.inf,
 ) -> dict[str, Overlap]:
     """Returns the worth of overlap under the plan of every runner. Collective; there must be no gradients.
 
@@ -111,6 +113,7 @@ def measure_overlap(
         progress: called in every round.
         graphs: the CUDA graphs of the run: windows and their computation are timed as replays, and traced operator by
             operator. None to time them operator by operator.
+        close: windows that take more than this many times the fastest in the first round are timed only once.
 
     Raises:
         ValueError: fewer than one repeat.
@@ -118,27 +121,29 @@ def measure_overlap(
     if repeats < 1:
         raise ValueError(f"repeats={repeats}: times need at least one repeat, such as repeats=5")
     first = next(iter(runners.values()))
-    mesh, recorded = first.mesh, record_moves(first, window)
+    mesh = first.mesh
+    # Traced windows also warm the timed ones up.
+    with _recorded(mesh.axes) as recorded:
+        overlapped = [_overlapped_fractions(first, window)]
+    overlapped += [_overlapped_fractions(runner, window) for runner in [*runners.values()][1:]]
     # Ranks of a pipeline wait for each other as their schedule has it, so each schedule has a computation of its own.
     schedules: dict[str, Runner] = {}
     for runner in runners.values():
         schedules.setdefault(runner.scheduler.name, runner)
 
-    def compute(runner: Runner, batches: Sequence[MicroBatch]) -> None:
-        with _silenced(mesh.axes):
-            runner.train_window(batches, complete=False)
-
     def reduce_gradients() -> None:
         reduce_all_gradients(first.rank_units.units, mesh, first.executor.streams)
 
     def windows(batches: Sequence[MicroBatch]) -> list[Work]:
-        alone = [functools.partial(compute, runner, batches) for runner in schedules.values()]
+        alone = [functools.partial(_compute, runner, batches) for runner in schedules.values()]
         return [*alone, *(functools.partial(runner.train_window, batches) for runner in runners.values())]
 
     with _replayed(first, window, windows, graphs) as timed:
         alone, steps = timed[: len(schedules)], timed[len(schedules) :]
         works = [*alone, reduce_gradients, *_collectives_alone(mesh, recorded), *steps]
-        times = time_in_turn(works, first, repeats, with_gradients=(reduce_gradients,), progress=progress)
+        times = time_in_turn(
+            works, first, repeats, (reduce_gradients,), progress, warm_up=graphs is not None, rivals=steps, close=close
+        )
     medians = map(statistics.median, times)
     computation = {name: next(medians) for name in schedules}
     reduction = next(medians)
@@ -152,17 +157,16 @@ def measure_overlap(
     sent = sum(transport.bytes_sent for transport in recorded)
     over = {flat.gather_axis for flat in first.rank_units.flat_parameters}
     result = {}
-    for (name, runner), step in zip(runners.items(), medians, strict=True):
-        overlapped = _overlapped_fractions(runner, window)
+    for (name, runner), step, fractions in zip(runners.items(), medians, overlapped, strict=True):
         result[name] = Overlap(
             step=step,
             computation=computation[runner.scheduler.name],
             communication=sum(moving) + reduction,
             busiest=busiest_link(link_loads(mesh, moving, reduction, sent)),
-            overlapped_fraction=overlapped.pop(""),
+            overlapped_fraction=fractions.pop(""),
             tokens=sum(batch.num_tokens for batch in window) * mesh.dp_size,
             bytes_moved=sent,
-            overlapped_by_kind=overlapped,
+            overlapped_by_kind=fractions,
             bubble_fraction=bubbles[runner.scheduler.name],
             link=str(mesh.link or ""),
             sums=reduction if reduces else 0.0,
@@ -175,11 +179,26 @@ def measure_overlap(
     return result
 
 
+def _compute(runner: Runner, batches: Sequence[MicroBatch]) -> None:
+    """Runs a window without collectives."""
+    with _silenced(runner.mesh.axes):
+        runner.train_window(batches, complete=False)
+
+
+def time_computation(runner: Runner, window: Sequence[MicroBatch], repeats: int) -> float:
+    """Returns the median seconds of a window without collectives, which has run before. Collective; there must be no
+    gradients."""
+    (times,) = time_in_turn([functools.partial(_compute, runner, window)], runner, repeats, warm_up=False)
+    forget_gradients(runner)
+    return statistics.median(times)
+
+
 def _collectives_alone(mesh: Mesh, recorded: Sequence[Recorder]) -> list[Callable[[], None]]:
     """For each axis, a work that moves as much as its collectives in a window."""
     kinds = {kind for transport in recorded for move in transport.moved for kind in (move.out, move.value)}
-    buffers = {kind: torch.zeros(kind[0], dtype=kind[1], device=mesh.device) for kind in kinds}
-    outputs = {kind: torch.zeros_like(buffer) for kind, buffer in buffers.items()}
+    # Written once, or the first use would pay for the pages.
+    buffers = {kind: torch.ones(kind[0], dtype=kind[1], device=mesh.device) for kind in kinds}
+    outputs = {kind: torch.ones_like(buffer) for kind, buffer in buffers.items()}
 
     def move_all(axis: Axis, moved: Sequence[Move]) -> None:
         for move in moved:
@@ -191,7 +210,11 @@ def _collectives_alone(mesh: Mesh, recorded: Sequence[Recorder]) -> list[Callabl
 
 
 def time_steps(
-    runners: Mapping[str, Runner], window: Sequence[MicroBatch], repeats: int, graphs: WindowGraphs | None = None
+    runners: Mapping[str, Runner],
+    window: Sequence[MicroBatch],
+    repeats: int,
+    graphs: WindowGraphs | None = None,
+    warm_up: bool = True,
 ) -> dict[str, list[float]]:
     """Returns the seconds of every repeat of a window, by runner. Collective; there must be no gradients.
 
@@ -200,6 +223,7 @@ def time_steps(
         window: the micro-batches.
         repeats: the number of times that count.
         graphs: see `measure_overlap`.
+        warm_up: see `time_in_turn`.
     """
     first = next(iter(runners.values()))
 
@@ -207,7 +231,7 @@ def time_steps(
         return [functools.partial(runner.train_window, batches) for runner in runners.values()]
 
     with _replayed(first, window, windows, graphs) as works:
-        times = time_in_turn(works, first, repeats)
+        times = time_in_turn(works, first, repeats, warm_up=warm_up)
     forget_gradients(first)
     return dict(zip(runners, times, strict=True))
 
@@ -228,27 +252,50 @@ def time_in_turn(
     repeats: int,
     with_gradients: Sequence[Work] = (),
     progress: Progress | None = None,
+    *,
+    warm_up: bool = True,
+    rivals: Sequence[Work] = (),
+    close: float = math.inf,
 ) -> list[list[float]]:
     """Returns the seconds of every work on the slowest rank, round by round, in turn, so that a disturbance slows all
-    works. Collective. Gradients are zeros before the works `with_gradients`, and absent before the others."""
+    works. Collective. Gradients are zeros before the works `with_gradients`, and absent before the others.
+
+    Args:
+        works: the timed works.
+        first: the runner whose parameters they use.
+        repeats: the number of rounds that count.
+        with_gradients: the works that read gradients.
+        progress: called in every round.
+        warm_up: whether a round that does not count comes first.
+        rivals: works of which the first round leaves only those that take at most `close` times the fastest.
+        close: see `rivals`.
+    """
     times: list[list[float]] = [[] for _ in works]
-    for round_ in range(repeats + 1):
+    running = list(range(len(works)))
+    for round_ in range(-warm_up, repeats):
         if progress is not None:
-            progress(round_ / (repeats + 1))
-        for work, of_work in zip(works, times, strict=True):
-            forget_gradients(first)
-            if work in with_gradients:
-                for parameter in (each for bucket in first.buckets for each in bucket.rows):
-                    parameter.grad = torch.zeros_like(parameter)
-            of_work.append(_timed(work, first))
-    return [[max(column) for column in zip(*all_gather_object(of_work[1:]), strict=True)] for of_work in times]
+            progress((round_ + warm_up) / (repeats + warm_up))
+        mine = [_timed(works[number], first, works[number] in with_gradients) for number in running]
+        if round_ < 0:
+            continue
+        for number, *column in zip(running, *all_gather_object(mine), strict=True):
+            times[number].append(max(column))
+        limit = close * min((times[number][0] for number in running if works[number] in rivals), default=math.inf)
+        running = [number for number in running if works[number] not in rivals or times[number][0] <= limit]
+    return times
+
+
+@contextlib.contextmanager
+def _recorded(axes: Sequence[Axis]) -> Iterator[list[Recorder]]:
+    """Returns a context in which the moves of the collectives are recorded, axis by axis."""
+    recorders = [Recorder(axis.transport) for axis in axes]
+    with transports(axes, recorders):
+        yield recorders
 
 
 def record_moves(runner: Runner, window: Sequence[MicroBatch]) -> list[Recorder]:
     """Returns the moves of the collectives of a window, which runs, axis by axis. Collective; no gradients are left."""
-    axes = runner.mesh.axes
-    recorders = [Recorder(axis.transport) for axis in axes]
-    with transports(axes, recorders):
+    with _recorded(runner.mesh.axes) as recorders:
         runner.train_window(window, complete=False)
         runner.executor.streams.synchronize()
     forget_gradients(runner)
@@ -329,7 +376,11 @@ def _bubble_fraction(runner: Runner, window: Sequence[MicroBatch]) -> float:
     return max(0.0, 1 - statistics.fmean(busy for busy, _, _ in ranks) / length)
 
 
-def _timed(work: Callable[[], Any], runner: Runner) -> float:
+def _timed(work: Callable[[], Any], runner: Runner, with_gradients: bool) -> float:
+    forget_gradients(runner)
+    if with_gradients:
+        for parameter in (each for bucket in runner.buckets for each in bucket.rows):
+            parameter.grad = torch.zeros_like(parameter)
     runner.executor.streams.synchronize()
     if dist.is_initialized():
         dist.barrier(group=control_group())

@@ -22,9 +22,12 @@ BASELINE = "sequential"
 CANDIDATES = RULES  # baselines included: the best rule depends on model and link; only the most promising are timed
 
 # Estimates, from Llama models of 4 and 8 layers on two ranks.
-INSTRUCTION_SECONDS = 2e-6  # for an instruction of a search to be ordered and simulated, on one core
-DHELIX_SECONDS = 5.0  # for the paper's pairing of two layers
+INSTRUCTION_SECONDS = 7e-7  # for an instruction of a search to be ordered and simulated, on one core
+DHELIX_SECONDS = 2.0  # for the paper's pairing of two layers
 PAIR_OPERATORS = 10  # operators that run for a repeat of a pair: its forwards, and the shorter one several times
+
+
+REPEATS = 2  # of a timed plan; plans that are not close to the fastest after the first are not repeated
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,12 @@ class Tier:
     name: str
     rules: tuple[str, ...]
     timed: int  # the number of plans that are timed in real windows besides the baseline, the most promising first
-    repeats: int  # the number of times of each that count
     search_share: float  # the length of a search, as a share of the longest
 
 
-QUICK = Tier("quick", (BASELINE, "greedy", "search"), timed=1, repeats=1, search_share=0.1)
-SHORT = Tier("short", tuple(rule for rule in CANDIDATES if rule != "dhelix"), timed=2, repeats=1, search_share=0.3)
-FULL = Tier("full", CANDIDATES, timed=3, repeats=2, search_share=1.0)
+QUICK = Tier("quick", (BASELINE, "greedy", "search"), timed=1, search_share=0.1)
+SHORT = Tier("short", tuple(rule for rule in CANDIDATES if rule != "dhelix"), timed=2, search_share=0.3)
+FULL = Tier("full", CANDIDATES, timed=2, search_share=1.0)
 TIERS = (QUICK, SHORT, FULL)
 
 
@@ -70,23 +72,21 @@ def tuning_cost(
         captured: whether windows are timed as CUDA graphs, each issued twice before.
     """
     compared = min(tier.timed, len(tier.rules) * schedules - 1) + 1
-    windows = _num_windows(tier.repeats, compared, schedules, captured)
-    if compared > 1:  # candidates with close times are measured again
-        windows += _num_windows(2 * tier.repeats, compared, schedules, captured)
+    windows = _num_windows(compared, schedules, captured)
     seconds = windows * window_seconds
     if profiled:
         operators = PAIR_OPERATORS * IN_A_ROW * _num_pairs(layout)
-        seconds += (4 + operators / num_instructions) * window_seconds
+        seconds += (3 + operators / num_instructions) * window_seconds
         seconds += ISSUING_SLOWEST * operators + 2 * ISSUING * num_instructions if on_gpu else 0.0
     if "search" in tier.rules:
         seconds += search.num_annealings(layout) * search.EFFORT * tier.search_share * INSTRUCTION_SECONDS
     return seconds + (DHELIX_SECONDS if "dhelix" in tier.rules else 0.0)
 
 
-def _num_windows(repeats: int, compared: int, schedules: int, captured: bool) -> int:
-    """The windows of a measurement. In every round each plan runs once, and computation and communication by themselves
-    take about as long. Then every plan is traced once."""
-    return (repeats + 1) * (compared + 1 + schedules) + compared + 2 * (compared + schedules) * captured
+def _num_windows(compared: int, schedules: int, captured: bool) -> int:
+    """The windows of a measurement. Every plan is traced once. Then in every round each plan runs once, and computation
+    and communication by themselves take about as long; a captured plan is issued twice before, and warmed up once."""
+    return compared + REPEATS * (compared + 1 + schedules) + 3 * (compared + schedules) * captured
 
 
 def _num_pairs(layout: Layout) -> int:

@@ -3,7 +3,7 @@
 In:   a runner, a window, the names of rules, and a profile.
 Out:  runners that share parameters and streams and differ in their plan; a `Comparison` of plans; the rate of an
       emulated link.
-Must hold: rank 0 makes plans, and every rank has the same plans; if rank 0 cannot make a plan, every rank raises.
+Must hold: every rank has the same plans, each made by one rank; if a rank cannot make a plan, every rank raises.
 Measuring leaves training as it was.
 """
 
@@ -12,16 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hf_helix.measure.operators import measure_profile
-from hf_helix.measure.overlap import Overlap, measure_overlap, time_steps
+from hf_helix.measure.overlap import Overlap, measure_overlap, time_computation, time_steps
 from hf_helix.measure.progress import Progress, StageProgress, stage_progress
 from hf_helix.operators.communication.emulated_link import bare
 from hf_helix.planning.plan.plan import Plan
 from hf_helix.planning.plan.predict import predict
-from hf_helix.planning.rules.registry import baseline_plan, make_plan, parse_plan
+from hf_helix.planning.rules.registry import NEED_PROFILE, baseline_plan, make_plan, parse_plan
 from hf_helix.planning.schedule.actions import Schedule
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.runtime.cuda_graphs import WindowGraphs
-from hf_helix.runtime.distributed.agreement import all_gather_object, decide_on_rank_0
+from hf_helix.runtime.distributed.agreement import all_gather_object, on_all_ranks
+from hf_helix.runtime.distributed.mesh import rank, world_size
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner, forget_gradients
 from hf_helix.tuning.budget import BASELINE
@@ -75,12 +76,16 @@ def make_plans(
     progress: StageProgress | None = None,
     search_share: float = 1.0,
 ) -> dict[str, Plan]:
-    """Returns the plan of each rule, or raises the error: rank 0 makes plans, every rank receives them. Collective."""
+    """Returns the plan of each rule, or raises the error: ranks share the rules that search, rank 0 makes the other
+    plans, and every rank receives all of them. Collective."""
+    searched = [rule for rule in rules if rule in NEED_PROFILE][::-1]  # rank 0, which tells, begins with the longest
+    makers = {rule: place % world_size() for place, rule in enumerate(searched)}
+    mine = [rule for rule in rules if makers.get(rule, 0) == rank()]
 
     def make() -> dict[str, str]:
         texts = {}
-        for place, rule in enumerate(rules):
-            tell = stage_progress(progress, "making plans", place, len(rules))
+        for place, rule in enumerate(mine):
+            tell = stage_progress(progress, "making plans", place, len(mine))
             if tell is not None:
                 tell(0.0)
             plan = make_plan(
@@ -89,9 +94,9 @@ def make_plans(
             texts[rule] = plan.to_json()
         return texts
 
-    texts = decide_on_rank_0(make)
+    texts = {rule: text for made in all_gather_object(on_all_ranks(make)) for rule, text in made.items()}
     graphs = profile.layout.graphs
-    return {rule: parse_plan(text, graphs, model=model, mesh=mesh) for rule, text in texts.items()}
+    return {rule: parse_plan(texts[rule], graphs, model=model, mesh=mesh) for rule in rules}
 
 
 def predict_window(runner: Runner, profile: Profile, num_microbatches: int) -> float:
@@ -128,8 +133,9 @@ def compare(
     progress: Progress | None = None,
     graphs: WindowGraphs | None = None,
 ) -> Comparison:
-    """Times a window under the plan of every rule and under the runner's own, in turn; on an emulated link, without the
-    link, too. Operators are measured if no profile is given. For `graphs` see `measure_overlap`. Collective."""
+    """Times a window under the plan of every rule and under the runner's own, in turn; on an emulated link the baseline
+    and the runner's own without the link, too. Operators are measured if no profile is given. For `graphs` see
+    `measure_overlap`. Collective."""
     if profile is None:
         profile = measure_profile(baseline_runner(runner), window)
     chosen = runner.plan.rule
@@ -138,8 +144,10 @@ def compare(
     overlaps = measure_overlap(runners, window, repeats, progress, graphs)
     without: dict[str, float] = {}
     if runner.mesh.link is not None:
+        ends = {rule: runners[rule] for rule in dict.fromkeys((BASELINE, chosen)) if rule in runners}
         with bare(runner.mesh.link):
-            without = {rule: statistics.median(times) for rule, times in time_steps(runners, window, repeats).items()}
+            times = time_steps(ends, window, repeats, warm_up=False)
+        without = {rule: statistics.median(seconds) for rule, seconds in times.items()}
     plans = {rule: its_runner.plan for rule, its_runner in runners.items()}
     return Comparison(chosen, overlaps, plans, profile, runner.scheduler(len(window)), without)
 
@@ -147,7 +155,7 @@ def compare(
 # -- the rate of an emulated link ------------------------------------------------------------------------------------
 
 
-def calibrate_link(runner: Runner, window: Sequence[MicroBatch], repeats: int = 3) -> None:
+def calibrate_link(runner: Runner, window: Sequence[MicroBatch], repeats: int = 2) -> None:
     """Gives an emulated link (`link="even"`) the rate at which communication takes as long as computation, in three
     digits, so that the printed rate is the emulated rate. Collective. Raises ValueError if nothing goes over the link.
     """
@@ -162,5 +170,5 @@ def calibrate_link(runner: Runner, window: Sequence[MicroBatch], repeats: int = 
         sent = max(all_gather_object(link.out.bytes - before))
         if not sent:
             raise ValueError("link='even' needs something to carry, and a window sends nothing; use link=None")
-        computation = measure_overlap({"": alone}, window, repeats)[""].computation
+        computation = time_computation(alone, window, repeats)
     link.rate = float(f"{8 * sent / computation:.3g}")

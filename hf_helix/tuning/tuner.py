@@ -24,7 +24,7 @@ from hf_helix.config import AUTO, RULES, HelixConfig
 from hf_helix.measure.machine import machine
 from hf_helix.measure.memory import memory_limit
 from hf_helix.measure.operators import measure_profile
-from hf_helix.measure.overlap import Overlap, measure_overlap, time_steps
+from hf_helix.measure.overlap import measure_overlap, time_steps
 from hf_helix.measure.progress import StageProgress, progress_bar, stage_progress
 from hf_helix.planning.choice.memory import MemoryLimit
 from hf_helix.planning.choice.scheduler import Scheduler, candidates, schedule_names, scheduler_of
@@ -42,12 +42,12 @@ from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.notices import about_time, say
 from hf_helix.runtime.runner import Runner
 from hf_helix.tuning import cache
-from hf_helix.tuning.budget import BASELINE, CANDIDATES, FULL, QUICK, StepTimer, Tier, affordable, tuning_cost
+from hf_helix.tuning.budget import BASELINE, CANDIDATES, FULL, QUICK, REPEATS, StepTimer, Tier, affordable, tuning_cost
 from hf_helix.tuning.cache import file_digest
 from hf_helix.tuning.candidates import baseline_runner, make_plans, plan_runners, predict_window
 from hf_helix.tuning.result_text import TuningResult, contention_of, format_summary, format_tuning
 
-CLOSE = 1.05  # times that differ by less than this may have changed places
+CLOSE = 1.1  # times that differ by less than this may have changed places
 MEASURED = {AUTO: CANDIDATES} | {rule: (rule,) for rule in NEED_PROFILE}
 """The rules of plans that wait for a measurement."""
 
@@ -91,8 +91,7 @@ def tune(
     baseline = _label(BASELINE, schedulers[0], schedulers)
     shortlist = _never_slower_than(baseline, predicted, tier.timed)
     timed = {name: candidate for name, candidate in runners.items() if name in shortlist}
-    overlaps = measure_overlap(timed, window, tier.repeats, stage_progress(progress, "timing plans"), graphs)
-    overlaps = _measure_close_again(overlaps, timed, window, tier.repeats, graphs)
+    overlaps = measure_overlap(timed, window, REPEATS, stage_progress(progress, "timing plans"), graphs, CLOSE)
     chosen = min(overlaps, key=lambda name: overlaps[name].step)
     result = TuningResult(
         chosen,
@@ -112,22 +111,6 @@ def _never_slower_than(baseline: str, predicted: Mapping[str, float], num_others
     """Returns the candidates to time, by the shortest predictions. The baseline (`sequential`), if a candidate, is
     always among them, and the fastest step wins: the chosen plan is never slower than the baseline, beyond noise."""
     return sorted(predicted, key=lambda name: (name != baseline, predicted[name]))[: num_others + 1]
-
-
-def _measure_close_again(
-    overlaps: Mapping[str, Overlap],
-    runners: Mapping[str, Runner],
-    window: Sequence[MicroBatch],
-    repeats: int,
-    graphs: WindowGraphs | None,
-) -> dict[str, Overlap]:
-    """The measurements; candidates whose steps are too close to call are measured again, longer: all figures of a
-    candidate are of one run."""
-    best = min(overlap.step for overlap in overlaps.values())
-    close = {name: runners[name] for name, overlap in overlaps.items() if overlap.step <= CLOSE * best}
-    if len(close) == 1:
-        return dict(overlaps)
-    return {**overlaps, **measure_overlap(close, window, 2 * repeats, graphs=graphs)}
 
 
 def _gradient_bytes(runner: Runner) -> int:
@@ -313,6 +296,12 @@ class Tuner:
             captured=self._graphs is not None,
         )
 
+    @staticmethod
+    def _seconds_of(runner: Runner, timed: _TimedWindow) -> float:
+        """The seconds of the timed window before the first step. Collective."""
+        (seconds,) = time_steps({"": runner}, timed.microbatches, 1, warm_up=False)[""]
+        return seconds
+
     def _given_profile(self, layout: Layout) -> Profile | None:
         if self.config.profile is None:
             return None
@@ -324,7 +313,7 @@ class Tuner:
         if self._graphs is not None:
             self._graphs.release()  # a window operator by operator needs as much memory as they hold
         with self._steps.paused():
-            (seconds,) = time_steps({"": runner}, timed.microbatches, 1)[""]
+            seconds = self._steps.step_time * timed.share or self._seconds_of(runner, timed)
             of = "" if run_seconds is None else f" of about {about_time(run_seconds)}"
             kept = "; cached afterwards" if self.config.cache else ""
             taken = about_time(self._cost(runner, timed, seconds, tier))

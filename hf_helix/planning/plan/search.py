@@ -40,7 +40,9 @@ from hf_helix.planning.window.window import COMPUTE
 
 # Ratios below are windows over the bound, the mean of three eight-layer Llamas with drawn times on one rank and 16
 # micro-batches: 1.0156 with these numbers.
-EFFORT = 1_800_000  # instructions ordered and simulated in one annealing, see `_Cost.effort`; a quarter gave 1.0182
+# Instructions ordered and simulated in one annealing, see `_Cost.effort`, orders seen before included; with six such
+# Llamas 1.0156, with twice as much 1.0142, with half 1.0156. With drawn slowdowns, twelve: 1.078, 1.073 and 1.080.
+EFFORT = 900_000
 MAX_STEPS = 6000  # for small windows; in those three cases the effort ends an annealing before 1500
 HEAT = 0.001  # the part by which a change may make a window longer at first; 0.01 gave 1.0190, 0.1 1.0176, 0 1.0151
 CHAIN_LAYERS, CHAIN_STARTS = 10, 2  # one start gave 1.0161; chains of 4 layers gave the same
@@ -170,6 +172,7 @@ class _Cost:
         self._bounds = [bound(alone.with_compute_scaled(factor), layout) for factor in factors]
         arrays = self._scheduler.window.arrays(profile.times, traffic=True)
         self._arrays = [arrays.with_compute_scaled(factor) for factor in factors]
+        self._known: dict[tuple[int, ...], float] = {}
         self.names = alone.names
 
     @property
@@ -178,15 +181,19 @@ class _Cost:
         return len(self._scheduler.arrays) * (1 + len(self._arrays) * (1 if self._contention is None else 3))
 
     def __call__(self, priority: Priority) -> float:
-        return statistics.fmean(self._by_factor(priority))
+        order = tuple(self._scheduler.order(priority))
+        if order not in self._known:  # three of four changes leave the order as it was, or as it has been
+            self._known[order] = statistics.fmean(self._by_factor(order))
+        return self._known[order]
 
     def of(self, priorities: Priorities) -> list[float]:
         """Seconds over the bound for each of `COMPUTE_TIME_FACTORS`, gradient reductions included."""
-        return self._by_factor(priorities.priority, priorities.num_units_with_deferred_wgrad)
+        deferred = priorities.num_units_with_deferred_wgrad
+        return self._by_factor(self._scheduler.order(priorities.priority, deferred=deferred))
 
-    def _by_factor(self, priority: Priority, deferred: int | None = None) -> list[float]:
-        order = run_passes(self._scheduler.window, self._scheduler.order(priority, deferred=deferred))
-        seconds_by_factor = (simulate(arrays, self._contention, order).seconds for arrays in self._arrays)
+    def _by_factor(self, order: Sequence[int]) -> list[float]:
+        issued = run_passes(self._scheduler.window, order)
+        seconds_by_factor = (simulate(arrays, self._contention, issued).seconds for arrays in self._arrays)
         return [seconds / limit for seconds, limit in zip(seconds_by_factor, self._bounds, strict=True)]
 
 

@@ -52,7 +52,7 @@ def test_the_estimate_grows_with_tier_window_and_choices() -> None:
     assert tuning_cost(FULL, LAYOUT, 0.1, 400, schedules=3) > costs[2]
     assert tuning_cost(FULL, LAYOUT, 0.1, 400, profiled=False) < costs[2]
     one = dataclasses.replace(FULL, rules=("greedy",))
-    assert tuning_cost(one, LAYOUT, 0.1, 400, profiled=False) == pytest.approx(0.1 * (3 * 3 + 1))
+    assert tuning_cost(one, LAYOUT, 0.1, 400, profiled=False) == pytest.approx(0.1 * (2 * 3 + 1))
 
 
 @pytest.mark.parametrize("seconds", [1e-3, 10.0])

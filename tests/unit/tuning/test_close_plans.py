@@ -1,36 +1,39 @@
-"""Plans whose times are close are measured again, and the report mixes no two measurements of a plan."""
+"""Plans are timed in turn; the first round leaves those that are close to the fastest."""
 
-from typing import Any
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import pytest
 
-from hf_helix.measure.overlap import Overlap
-from hf_helix.tuning import tuner
-from hf_helix.tuning.budget import FULL
+from hf_helix.measure import overlap
+from hf_helix.measure.overlap import time_in_turn
 
-FIRST = {"sequential": (2.0, 1.5), "greedy": (1.01, 0.9), "search": (1.0, 0.9)}
-AGAIN = {"greedy": (1.1, 1.0), "search": (1.2, 1.1)}
+ROUNDS = {"alone": [3.0, 4.0, 3.5], "slow": [2.0], "good": [1.05, 0.9, 0.95], "best": [1.0, 1.2, 1.1]}
+"""By work, the seconds of each round."""
 
 
-def test_all_figures_of_a_plan_are_of_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[list[str], int]] = []
+@pytest.fixture
+def works(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], object]]:
+    """Works whose times are known; the other rank is as fast, or a half faster."""
+    left: dict[object, Iterator[float]] = {}
 
-    def measure(runners: Any, window: Any, repeats: int, *_: Any, **__: Any) -> dict[str, Overlap]:
-        figures = AGAIN if asked else FIRST
-        asked.append((list(runners), repeats))
-        return {
-            name: Overlap(step=step, computation=computation, communication=1.0, overlapped_fraction=0.5, tokens=8)
-            for name, (step, computation) in figures.items()
-        }
+    def timed(work: Callable[[], object], *_: object) -> float:
+        return next(left[work])
 
-    runner = mock.MagicMock()
-    runner.rank_units.own_rows.items.return_value = []
-    monkeypatch.setattr(tuner, "measure_overlap", measure)
-    monkeypatch.setattr(tuner, "plan_runners", lambda *_: dict.fromkeys(FIRST, runner))
-    monkeypatch.setattr(tuner, "predict_window", lambda *_: 1.0)
-    monkeypatch.setattr(tuner, "lower_bound", lambda *_: 1.0)
-    _, result = tuner.tune(runner, [mock.MagicMock()], FULL, profile=mock.MagicMock())
-    assert asked == [(list(FIRST), FULL.repeats), (list(AGAIN), 2 * FULL.repeats)]
-    assert result.chosen == "greedy"
-    assert {name: (each.step, each.computation) for name, each in result.overlaps.items()} == {**FIRST, **AGAIN}
+    made: dict[str, Callable[[], object]] = {name: mock.Mock(name=name) for name in ROUNDS}
+    left.update({made[name]: iter(seconds) for name, seconds in ROUNDS.items()})
+    monkeypatch.setattr(overlap, "_timed", timed)
+    monkeypatch.setattr(overlap, "all_gather_object", lambda mine: [[each / 2 for each in mine], mine])
+    return made
+
+
+def test_only_close_rivals_are_timed_again(works: dict[str, Callable[[], object]]) -> None:
+    """Also those that a later round finds slower; what runs beside them is timed in every round."""
+    rivals = [works[name] for name in ("slow", "good", "best")]
+    times = time_in_turn([*works.values()], mock.MagicMock(), 3, warm_up=False, rivals=rivals, close=1.1)
+    assert dict(zip(works, times, strict=True)) == ROUNDS
+
+
+def test_without_rivals_everything_is_timed_in_every_round(works: dict[str, Callable[[], object]]) -> None:
+    asked = [works[name] for name in ("alone", "best")]
+    assert time_in_turn(asked, mock.MagicMock(), 2) == [[4.0, 3.5], [1.2, 1.1]]  # the first round warms up
