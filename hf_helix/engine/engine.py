@@ -141,7 +141,7 @@ class Engine:
         """Returns the cut of the open model, and the tuner for plans of its operators. On this rank only."""
         model, base, config, dtype = self.model, self.base, self.config, options.autocast_dtype
         modes = modes_of(self.family.layers(base), options.checkpointing, config)
-        about = fingerprint(base, self.mesh, config, dtype, modes)
+        about = fingerprint(base, self.mesh, config, dtype, modes, options.loss_tweaks)
         tuner = Tuner(config, type(base).__name__, about, options.num_microbatches)
         declared = declare(
             model,

@@ -129,12 +129,13 @@ def _label(rule: str, scheduler: Scheduler, among: Sequence[Scheduler]) -> str:
 @dataclasses.dataclass(frozen=True)
 class _TimedWindow:
     """The micro-batches that plans are timed with, the first of a window of `num_microbatches`; the case of its
-    profile, and the key of its result in the cache."""
+    profile, the key of its result in the cache, and the profile if it is known."""
 
     microbatches: Sequence[MicroBatch]
     num_microbatches: int
     about: Mapping[str, str]
     cache_key: Mapping[str, str]
+    profile: Profile | None = None
 
     @property
     def share(self) -> float:
@@ -234,6 +235,9 @@ class Tuner:
         if self._timed is None and num_microbatches > 1:
             self._timed = self._timed_window(runner, make_window())
             runner = self._load_cached(runner, self._timed) if self.config.cache else runner
+            if not self.is_settled:
+                profile = self._known_profile(runner.rank_units.layout, self._timed)
+                self._timed = dataclasses.replace(self._timed, profile=profile)
         if self._timed is None or self.is_settled:
             return runner
         if self.config.plan != AUTO:
@@ -271,6 +275,7 @@ class Tuner:
         """The timed window: the start of the first window of two micro-batches or more. Collective."""
         timed = window[: TUNED_MICROBATCHES * self.config.pp_size]
         about = {**machine(runner), **self.fingerprint, "shapes": ", ".join(batch.shape for batch in timed)}
+        about |= {"compile": "True"} if self.config.compile else {}
         cache_key = {
             **about,
             "plan": self.config.plan,
@@ -278,7 +283,6 @@ class Tuner:
             "schedule": self.config.schedule,
             "stages": runner.rank_units.layout.describe(),
             "memory_gb": str(self.config.memory_gb),
-            "compile": str(self.config.compile),
             "cuda_graphs": str(self._graphs is not None),
         }
         return _TimedWindow(timed, len(window), about, cache_key)
@@ -291,7 +295,7 @@ class Tuner:
             window_seconds,
             len(runner.program(len(timed.microbatches))),
             schedules=len(schedule_names(self.config.schedule, self.config.pp_size)),
-            profiled=self.config.profile is None,
+            profiled=timed.profile is None,
             on_gpu=runner.mesh.device.type == "cuda",
             captured=self._graphs is not None,
         )
@@ -307,6 +311,12 @@ class Tuner:
             return None
         wanted: dict[str, str] = {key: self.fingerprint[key] for key in ("model", "mesh")}
         return load_profile(self.config.profile, about=wanted, layout=layout)
+
+    def _known_profile(self, layout: Layout, timed: _TimedWindow) -> Profile | None:
+        """The given profile, or the profile of an earlier run of the same operators; None to measure. Collective."""
+        if self.config.profile is not None or not self.config.cache:
+            return self._given_profile(layout)
+        return decide_on_rank_0(lambda: cache.kept_profile(timed.about, layout))
 
     def _measure(self, runner: Runner, tier: Tier, timed: _TimedWindow, run_seconds: float | None = None) -> Runner:
         """The runner of the fastest plan; prints first how long tuning takes, of the seconds left. Collective."""
@@ -324,7 +334,7 @@ class Tuner:
                     timed.microbatches,
                     tier,
                     about=timed.about,
-                    profile=self._given_profile(runner.rank_units.layout),
+                    profile=timed.profile,
                     schedules=lambda profile: candidates(
                         self.config.schedule, profile, timed.num_microbatches, self._memory_limit(profile, runner)
                     ),

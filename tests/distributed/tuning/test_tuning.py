@@ -112,21 +112,38 @@ def test_a_plan_that_is_asked_for_is_kept_whether_fastest_or_not(cluster_of: Any
     assert not (tmp_path / "cache").exists()
 
 
-OTHER_CASES: dict[str, dict[str, Any]] = {
-    "another plan": {"helix": {"plan": "search"}},
-    "longer": {"data": {"count": 20, "lengths": (11,)}},
-    "recomputed": {"helix": {"recompute": "full"}},
+OTHER_CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "another plan": (0, {"helix": {"plan": "search"}}),
+    "longer": (1, {"data": {"count": 20, "lengths": (11,)}}),
+    "recomputed": (1, {"helix": {"recompute": "full"}}),
 }
-"""What else is another case: tests/unit/tuning/test_fingerprint.py."""
+"""How often operators are measured for another case."""
 
 
 @pytest.mark.parametrize("case", OTHER_CASES)
 @pytest.mark.slow
-def test_other_cases_are_measured_anew(case: str, kept: Any, cluster_of: Any, tmp_path: Path) -> None:
+def test_other_operators_are_measured_anew(case: str, kept: Any, cluster_of: Any, tmp_path: Path) -> None:
+    """What else is another case: tests/unit/tuning/test_fingerprint.py."""
     cache = Path(shutil.copytree(kept[0], tmp_path / "cache"))
-    result = tune(cluster_of(2), tmp_path, "auto", cache, **OTHER_CASES[case])
-    assert result["measured"] == 1
+    measured, options = OTHER_CASES[case]
+    result = tune(cluster_of(2), tmp_path, "auto", cache, **options)
+    assert result["measured"] == measured
     assert len(list(cache.iterdir())) == 2
+
+
+def test_a_deeper_model_of_the_family_measures_no_operators(kept: Any, cluster_of: Any, tmp_path: Path) -> None:
+    """Their times are those that the first model has left; plans are made and timed for this one, and kept."""
+    cache = Path(shutil.copytree(kept[0], tmp_path / "cache"))
+    (first,) = cache.iterdir()
+    model = {**SMALL["model"], "num_hidden_layers": 3}
+    result = tune(cluster_of(2), tmp_path, "auto", cache, forbidden=True, model=model)
+    assert result["measured"] == 0
+    assert result["kept"] == min(result["steps"], key=result["steps"].get)
+    (second,) = (path for path in cache.iterdir() if path != first)
+    one, other = (load_profile(folder / "profile.json") for folder in (first, second))
+    assert (one.times, one.pairs) == (other.times, other.pairs)
+    assert len(other.layout.units) == len(one.layout.units) + 1
+    assert {name for name in one.about if one.about[name] != other.about[name]} == {"model", "configuration"}
 
 
 def damage(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
@@ -180,8 +197,11 @@ def damaged(harm: Callable[[Path], object], cache: Path, folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("harm", PLANS_DAMAGED)
 def test_what_cannot_be_read_is_measured_anew(harm: str, kept: Any, cluster_of: Any, tmp_path: Path) -> None:
-    folder = damaged(PLANS_DAMAGED[harm], kept[0], tmp_path).parent
-    assert tune(cluster_of(2), tmp_path, "auto", folder)["measured"] == 1
+    """Of operators the profile, which is whole, has the times."""
+    copy = damaged(PLANS_DAMAGED[harm], kept[0], tmp_path)
+    folder, before = copy.parent, (copy / "plan.json").read_bytes()
+    assert tune(cluster_of(2), tmp_path, "auto", folder)["measured"] == 0
+    assert (copy / "plan.json").read_bytes() != before
     assert tune(cluster_of(2), tmp_path, "auto", folder, forbidden=True)["measured"] == 0, "whole again"
 
 

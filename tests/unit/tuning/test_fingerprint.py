@@ -6,6 +6,7 @@ import pytest
 from support.models import tiny
 
 from hf_helix import HelixConfig
+from hf_helix.models.graph.context import LossTweaks
 from hf_helix.runtime.distributed.mesh import mesh_of
 from hf_helix.tuning.cache import fingerprint
 
@@ -31,3 +32,31 @@ def fingerprint_of(family: str, changes: dict[str, Any], options: dict[str, Any]
 def test_other_operators(one: Case, other: Case) -> None:
     assert fingerprint_of(*one) == fingerprint_of(*one)
     assert fingerprint_of(*one) != fingerprint_of(*other)
+    assert fingerprint_of(*one)["operators"] != fingerprint_of(*other)["operators"] or one[2] != other[2]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_hidden_layers": 5}, {"eos_token_id": 5}, {"initializer_range": 0.5}],
+)
+def test_models_of_a_family_share_operators(changes: dict[str, Any]) -> None:
+    """Another number of equal layers, and other tokens: another case, the same operators."""
+    one, other = (fingerprint_of("llama", each, {}) for each in ({}, changes))
+    assert one["operators"] == other["operators"]
+    assert one["configuration"] != other["configuration"]
+
+
+@pytest.mark.parametrize("changes", [{"intermediate_size": 58}, {"vocab_size": 77}, {"rms_norm_eps": 1e-3}])
+def test_other_sizes_are_other_operators(changes: dict[str, Any]) -> None:
+    one, other = (fingerprint_of("llama", each, {}) for each in ({}, changes))
+    assert one["operators"] != other["operators"]
+
+
+def test_another_loss_is_another_case() -> None:
+    model, mesh, config = tiny("llama"), mesh_of(HelixConfig(), "cpu"), HelixConfig()
+    usual = fingerprint(model, mesh, config)
+    assert fingerprint(model, mesh, config, loss=LossTweaks()) == usual
+    smoothed = fingerprint(model, mesh, config, loss=LossTweaks(label_smoothing=0.1))
+    assert smoothed == {**usual, "loss": "label_smoothing=0.1"}
+    called = fingerprint(model, mesh, config, loss=LossTweaks(ends_at_decoder=True))
+    assert called["loss"] == "ends_at_decoder=True"
