@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+DEMO   := $(VENV)/.demo
 SITE   := $(VENV)/.site
 
 # The oldest versions that pyproject.toml promises, and the newest of everything. Torch from a package index may bring
@@ -31,13 +32,19 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --upgrade pip
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	@touch $@ $(DEMO)
+
+# Half the bytes of all that development needs.
+$(DEMO): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[recipes,html,pictures]'
 	@touch $@
 
 $(SITE): $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[site]'
 	@touch $@
 
-demo: $(STAMP)  ## train a small Llama on two processes over an emulated link, and show what overlap gains
+demo: $(DEMO)  ## train a small Llama on two processes over an emulated link, and show what overlap gains
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_tp2.yaml recipes/pretrain.py --output_dir runs/demo \
 		--link even --gradient_accumulation_steps 8 --max_steps 30
 
