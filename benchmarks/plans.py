@@ -205,7 +205,7 @@ class Cut:
         import torch
 
         from hf_helix.config import HelixConfig
-        from hf_helix.engine.cut.build import RunOptions, declare, start_runner
+        from hf_helix.engine.cut.build import RunOptions, cut_units, start_runner
         from hf_helix.engine.cut.microbatches import WindowMaker
         from hf_helix.engine.cut.recompute import modes_of
         from hf_helix.models.registry import family_of
@@ -216,8 +216,8 @@ class Cut:
         modes = modes_of(family_of(model).layers(model), None, config)
         run = RunOptions(autocast_dtype=torch.bfloat16 if options.bf16 else None)
         self.maker = WindowMaker(model, self.mesh)
-        declared = declare(model, config, self.mesh, modes, autocast_dtype=run.autocast_dtype)
-        self.runner = start_runner(model, declared.rank_units, config, self.mesh, run)
+        cut = cut_units(model, config, self.mesh, modes, autocast_dtype=run.autocast_dtype)
+        self.runner = start_runner(model, cut.rank_units, config, self.mesh, run)
 
     def window(self, batches: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Returns micro-batches as the runner takes them."""

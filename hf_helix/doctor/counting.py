@@ -21,7 +21,7 @@ from hf_helix.doctor.amounts.amounts import META, SimulatedStreams, count_amount
 from hf_helix.doctor.amounts.meter import LargestPosition, Meter, meta_as
 from hf_helix.doctor.amounts.records import Amounts, Facts, Model, Transfer
 from hf_helix.doctor.case import Case
-from hf_helix.engine.cut.build import declare
+from hf_helix.engine.cut.build import cut_units
 from hf_helix.engine.cut.microbatches import LossScale, WindowMaker
 from hf_helix.engine.cut.recompute import modes_of
 from hf_helix.engine.synthetic import model_on_meta
@@ -126,7 +126,7 @@ def kinds_of(model: Any) -> Kinds:
     base, config = base_of(model), HelixConfig()
     family = family_of(base)
     layers = list(family.layers(base))
-    whole = declare(model, config, simulated_mesh({}), modes_of(layers, None, config)).rank_units
+    whole = cut_units(model, config, simulated_mesh({}), modes_of(layers, None, config)).rank_units
     by_data = [unit.label for unit in whole.all_units.values() if unit.by_data]
     if by_data:
         raise ValueError(
@@ -271,7 +271,7 @@ def _declared(
     layer_indices = sorted([*kinds.firsts, *kinds.halved])
     modes = modes_of(kinds.family.layers(base_of(model)), None, config)
     modes = [modes[index] for index in layer_indices]
-    return declare(model, config, mesh, modes, None, layer_indices, kinds.halved, autocast_dtype).rank_units
+    return cut_units(model, config, mesh, modes, None, layer_indices, kinds.halved, autocast_dtype).rank_units
 
 
 def _one_of_each(rank_units: RankUnits) -> RankUnits:

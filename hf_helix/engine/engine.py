@@ -19,7 +19,7 @@ from hf_helix.checkpoint.cut_parameters import is_cut
 from hf_helix.config import AUTO, HelixConfig
 from hf_helix.engine.advice import Advice
 from hf_helix.engine.calls import Calls, is_together
-from hf_helix.engine.cut.build import Declared, RunOptions, declare, start_runner
+from hf_helix.engine.cut.build import CutUnits, RunOptions, cut_units, start_runner
 from hf_helix.engine.cut.checks import check_model, check_sizes, limits_of, warn_bf16_weights, warn_random_start
 from hf_helix.engine.cut.float8 import check_float8, describe_float8
 from hf_helix.engine.cut.recompute import modes_of
@@ -89,15 +89,16 @@ class Engine:
         limits, live = limits_of(self.base), live_score(self.base, mesh)
         advice = Advice(self.base, mesh, options.autocast_dtype)
         trains = any(parameter.requires_grad for parameter in model.parameters())
-        declared, tuner = self._declare(options, between_layers)
+        units, tuner = self._cut_units(options, between_layers)
         notices = self.family.notices(self.base, config.tp_size)
         trained = [parameter.requires_grad for parameter in model.parameters()]
 
-        runner, divided = self._cut(declared, options, tuner)
-        units, as_is = runner.rank_units, declared.modules_run_as_is
+        runner, divided = self._cut(units, options, tuner)
+        as_is, own_loss = units.modules_run_as_is, self.ends_at_decoder
         snapshot = Snapshot(model, as_is)
-        own_loss = self.ends_at_decoder
-        cut = CutModel(model, self.base, self.family, config, mesh, units, as_is, own_loss, trains, snapshot)
+        cut = CutModel(
+            model, self.base, self.family, config, mesh, runner.rank_units, as_is, own_loss, trains, snapshot
+        )
         graphs = self._make_graphs(runner, snapshot)
         has_parts = is_cut(runner.rank_units, mesh)
         calls = Calls(model, mesh, cut.running, has_parts or mesh.batch_group is not None)
@@ -137,13 +138,13 @@ class Engine:
         warn_random_start(self.model, options.weights, options.seed)
         return share, between_layers
 
-    def _declare(self, options: RunOptions, between_layers: torch.dtype | None) -> tuple[Declared, Tuner]:
+    def _cut_units(self, options: RunOptions, between_layers: torch.dtype | None) -> tuple[CutUnits, Tuner]:
         """Returns the cut of the open model, and the tuner for plans of its operators. On this rank only."""
         model, base, config, dtype = self.model, self.base, self.config, options.autocast_dtype
         modes = modes_of(self.family.layers(base), options.checkpointing, config)
         about = fingerprint(base, self.mesh, config, dtype, modes, options.loss_tweaks)
         tuner = Tuner(config, type(base).__name__, about, options.num_microbatches)
-        declared = declare(
+        cut = cut_units(
             model,
             config,
             self.mesh,
@@ -152,12 +153,12 @@ class Engine:
             autocast_dtype=dtype,
             between_layers=between_layers,
         )
-        return declared, tuner
+        return cut, tuner
 
-    def _cut(self, declared: Declared, options: RunOptions, tuner: Tuner) -> tuple[Runner, DividedParameters]:
-        """Cuts the model as declared; returns the runner and the user's view of the parameters. Collective."""
+    def _cut(self, cut: CutUnits, options: RunOptions, tuner: Tuner) -> tuple[Runner, DividedParameters]:
+        """Cuts the parameters; returns the runner and the user's view of the parameters. Collective."""
         choose = functools.partial(_choose_plan, tuner)
-        runner = start_runner(self.model, declared.rank_units, self.config, self.mesh, options, choose)
+        runner = start_runner(self.model, cut.rank_units, self.config, self.mesh, options, choose)
         return runner, DividedParameters(runner.rank_units, self.mesh)
 
     def _summary(self, trains: bool) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hf_helix.config import HelixConfig
-from hf_helix.engine.cut.build import RunOptions, declare, start_runner
+from hf_helix.engine.cut.build import RunOptions, cut_units, start_runner
 from hf_helix.engine.cut.microbatches import LossScale, WindowMaker
 from hf_helix.engine.cut.recompute import modes_of
 from hf_helix.models.new_adapters import import_peft
@@ -82,9 +82,9 @@ class Workload:
         modes = modes_of(family_for(self.model, config.tp_size).layers(self.model), None, config)
         self.about = fingerprint(self.model, self.mesh, config, autocast_dtype, modes)
         self._maker = WindowMaker(self.model, self.mesh)
-        declared = declare(self.model, config, self.mesh, modes, autocast_dtype=autocast_dtype)
+        cut = cut_units(self.model, config, self.mesh, modes, autocast_dtype=autocast_dtype)
         options = RunOptions(autocast_dtype=autocast_dtype)
-        self.runner = start_runner(self.model, declared.rank_units, config, self.mesh, options)
+        self.runner = start_runner(self.model, cut.rank_units, config, self.mesh, options)
 
     def window(self, count: int, batch: int, length: int) -> list[MicroBatch]:
         """Returns `count` micro-batches of random tokens [batch, length]."""

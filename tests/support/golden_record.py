@@ -37,7 +37,7 @@ from hf_helix.doctor.case import Case as DoctorCase
 from hf_helix.doctor.simulated import SimulatedModel
 from hf_helix.doctor.step import simulate_step
 from hf_helix.doctor.window import Fidelity
-from hf_helix.engine.cut.build import declare
+from hf_helix.engine.cut.build import cut_units
 from hf_helix.engine.cut.recompute import modes_of
 from hf_helix.models.registry import family_for
 from hf_helix.models.stock.peft import base_of
@@ -85,7 +85,7 @@ def layout_of(case: Case) -> Layout:
     model = tiny(**case.model)
     base = base_of(model)
     modes = modes_of(list(family_for(base, config.tp_size).layers(base)), None, config)
-    return declare(model, config, mesh, modes).rank_units.layout
+    return cut_units(model, config, mesh, modes).rank_units.layout
 
 
 def row_record(case: Case, windows: Sequence[tuple[str, int]]) -> Record:

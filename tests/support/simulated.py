@@ -12,7 +12,7 @@ from hf_helix.doctor.amounts.amounts import simulated_mesh
 from hf_helix.doctor.amounts.records import Amounts
 from hf_helix.doctor.case import Case
 from hf_helix.doctor.counting import Kinds, amounts_of
-from hf_helix.engine.cut.build import declare
+from hf_helix.engine.cut.build import cut_units
 from hf_helix.engine.synthetic import model_on_meta
 from hf_helix.planning.timing.cluster import Cluster, parse_cluster
 from hf_helix.planning.timing.sizes import Sizes
@@ -68,7 +68,7 @@ def layout_of_training(model: Any, bf16: bool = False, **helix: Any) -> Layout:
         if not config.zero_stage:
             mesh = replace(mesh, replica_axes=alone.replica_axes, expert_replica_axes=alone.replica_axes)
     modes = ["none"] * model.config.num_hidden_layers
-    return declare(model, config, mesh, modes, autocast_dtype=torch.bfloat16 if bf16 else None).rank_units.layout
+    return cut_units(model, config, mesh, modes, autocast_dtype=torch.bfloat16 if bf16 else None).rank_units.layout
 
 
 def cluster_with(nodes: int = 1, devices_per_node: int = 8, **keys: Any) -> Cluster:

@@ -73,7 +73,7 @@ class RunOptions:
     weights: str | Path | None = None
 
 
-class Declared(NamedTuple):
+class CutUnits(NamedTuple):
     """The cut of a model.
 
     Attributes:
@@ -85,7 +85,7 @@ class Declared(NamedTuple):
     modules_run_as_is: Sequence[nn.Module]
 
 
-def declare(
+def cut_units(
     model: Any,
     config: HelixConfig,
     mesh: Mesh,
@@ -95,7 +95,7 @@ def declare(
     halved: Collection[int] = (),
     autocast_dtype: torch.dtype | None = None,
     between_layers: torch.dtype | None = None,
-) -> Declared:
+) -> CutUnits:
     """Returns the cut of a model, on this rank. Nothing is communicated. The model is not changed, but for parameters
     of a derived layer that only indices depend on: they are frozen.
 
@@ -131,7 +131,7 @@ def declare(
         units = apply(units)
     modules_run_as_is = cut.check(units)
     rank_units = cut.place(units)
-    return Declared(replace(rank_units, layout=cut.traffic(rank_units)), modules_run_as_is)
+    return CutUnits(replace(rank_units, layout=cut.traffic(rank_units)), modules_run_as_is)
 
 
 @dataclass
@@ -140,7 +140,7 @@ class _Cut:
 
     Attributes:
         model, config, mesh, modes, loss_tweaks, layer_indices, halved, autocast_dtype, between_layers: see
-            `declare`.
+            `cut_units`.
         layers_per_stage: the layers of each virtual stage, if the options give them.
         slice_buffers: from a slice of the head to the buffers of its outputs, with slices of the vocabulary.
     """
@@ -337,11 +337,11 @@ def start_runner(
     options: RunOptions,
     choose_plan: ChoosePlan | None = None,
 ) -> Runner:
-    """Cuts a model as declared and returns its runner. Collective.
+    """Cuts the parameters of a model and returns its runner. Collective.
 
     Args:
-        model, config, mesh: see `declare`.
-        rank_units: the cut of the model, as declared.
+        model, config, mesh: see `cut_units`.
+        rank_units: the cut units of the model.
         options: the options of the run.
         choose_plan: chooses the first plan, the same on every rank; None for `sequential`.
     """

@@ -28,7 +28,7 @@ from transformers import PretrainedConfig
 
 from hf_helix.checkpoint.cut_parameters import full_parameter
 from hf_helix.config import HelixConfig
-from hf_helix.engine.cut.build import Declared, RunOptions, declare, start_runner
+from hf_helix.engine.cut.build import CutUnits, RunOptions, cut_units, start_runner
 from hf_helix.engine.cut.called_decoder import CalledDecoder
 from hf_helix.engine.cut.evaluate import evaluate_batch
 from hf_helix.engine.cut.float8 import use_float8
@@ -246,10 +246,10 @@ def prove(
             ours = on_all_ranks(lambda: _Copy(model, config, mesh))
             ours.set_mode(decide_on_rank_0(ours.draws))
             on_all_ranks(ours.run_unsplit)
-            declared = on_all_ranks(ours.declare)
+            cut = on_all_ranks(ours.cut_units)
         except Exception as error:
             return Proof(*about, refusal=shared_reason(error))
-        cases, float8 = ours.run(declared, plans)
+        cases, float8 = ours.run(cut, plans)
     return Proof(*about, cases=cases, uncovered=uncovered, float8=float8, seconds=time.monotonic() - started)
 
 
@@ -320,18 +320,18 @@ class _Copy:
                 problem = f"{type(error).__name__}: {error}"
                 raise ValueError(f"the unsplit model does not train on token ids alone ({kind}): {problem}") from error
 
-    def declare(self) -> Declared:
+    def cut_units(self) -> CutUnits:
         """The cut of the copy, on this rank."""
         modes = modes_of(family_of(self.model).layers(self.model), None, self.config)
-        return declare(
+        return cut_units(
             self.model, self.config, self.mesh, modes, LossTweaks(ends_at_decoder=ends_at_decoder(self.model))
         )
 
     # -- windows -------------------------------------------------------------------------------------------------
 
-    def run(self, declared: Declared, plans: Sequence[str]) -> tuple[tuple[ComparedWindow, ...], str]:
+    def run(self, cut: CutUnits, plans: Sequence[str]) -> tuple[tuple[ComparedWindow, ...], str]:
         """Cuts the copy, and runs and compares all windows; also returns a sentence about fp8. Collective."""
-        runner = start_runner(self.model, declared.rank_units, self.config, self.mesh, RunOptions())
+        runner = start_runner(self.model, cut.rank_units, self.config, self.mesh, RunOptions())
         self.model.to(self.mesh.device)
         first, *others = plans
         try:

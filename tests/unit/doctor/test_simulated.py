@@ -11,7 +11,7 @@ from hf_helix.config import HelixConfig
 from hf_helix.doctor.amounts.amounts import simulated_mesh
 from hf_helix.doctor.counting import kinds_of
 from hf_helix.doctor.simulated import SimulatedModel
-from hf_helix.engine.cut.build import declare
+from hf_helix.engine.cut.build import cut_units
 from hf_helix.models.families.llama import Llama
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.window.layout import named_operators
@@ -56,7 +56,7 @@ def test_one_layer_of_each_kind_stands_for_all(make: Callable[[], Any], expected
     kinds = kinds_of(model)
     assert list(kinds.kinds) == expected
     mesh = simulated_mesh({"tp": 2})
-    whole = declare(model, config, mesh, [config.recompute or "none"] * LAYERS).rank_units
+    whole = cut_units(model, config, mesh, [config.recompute or "none"] * LAYERS).rank_units
     result = counted(model, **helix)
     assert list(result.model.units) == list(whole.layout.units)
     assert result.layout.graphs == {name: whole.layout.graphs[name] for name in dict.fromkeys(whole.layout.units)}

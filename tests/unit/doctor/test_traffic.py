@@ -17,7 +17,7 @@ from hf_helix.doctor.amounts.records import OTHER, Amounts, Kernel, Transfer
 from hf_helix.doctor.estimate import estimate_profile
 from hf_helix.doctor.step import layout_of
 from hf_helix.doctor.traffic import layout_with_traffic, passes, timed_traffic
-from hf_helix.engine.cut.build import declare
+from hf_helix.engine.cut.build import cut_units
 from hf_helix.planning import traffic
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.gradients import reduce
@@ -62,7 +62,7 @@ def test_a_reduction_moves_what_the_runtime_moves(
     log: list[Transfer] = []
     mesh = mesh_of_replicas(ranks, HelixConfig(**options), sums_in_place=backend == "nccl", log=log)
     model = on_meta(hidden_size=256, num_hidden_layers=3)
-    units = declare(model, HelixConfig(**options), mesh, ["none"] * 3).rank_units
+    units = cut_units(model, HelixConfig(**options), mesh, ["none"] * 3).rank_units
     for flat in units.flat_parameters:
         flat.shard_in_place(META)
     for parameter in units.own_rows:

@@ -9,7 +9,7 @@ from support.models import tiny
 from transformers import AfmoeForCausalLM
 
 from hf_helix.config import HelixConfig
-from hf_helix.engine.cut.build import declare
+from hf_helix.engine.cut.build import cut_units
 from hf_helix.engine.cut.float8 import check_float8, describe_float8
 from hf_helix.models.registry import family_of
 from hf_helix.models.small_config import default_config
@@ -22,7 +22,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 def described(made: Any = None, **model: Any) -> str:
     made = made or tiny(**model)
     layers = list(family_of(base_of(made)).layers(base_of(made)))
-    rank_units = declare(
+    rank_units = cut_units(
         made, HelixConfig(float8=True), mesh_of(HelixConfig(), "cpu"), ["none"] * len(layers)
     ).rank_units
     return describe_float8(rank_units.all_units.values(), "tensorwise", torch.device("cpu"))
