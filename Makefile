@@ -48,22 +48,22 @@ demo: $(DEMO)  ## train a small Llama on two processes over an emulated link, an
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_tp2.yaml recipes/pretrain.py --output_dir runs/demo \
 		--link even --gradient_accumulation_steps 8 --max_steps 30
 
-test: $(STAMP)  ## run the tests, two files at a time
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+test: $(STAMP)  ## run the tests, in two processes
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-test-slow: $(SITE)  ## run the tests that take minutes and the further combinations, two files at a time; about two hours
-	$(BIN)/python -m pytest -m slow --numprocesses 2 --dist loadfile --no-loadscope-reorder
+test-slow: $(SITE)  ## run the tests that take minutes and the further combinations, in two processes; about two hours
+	$(BIN)/python -m pytest -m slow --numprocesses 2 --dist worksteal
 
 test-oldest:  ## run the tests in .venv-oldest, with the oldest versions that are promised; TORCH=... for another torch
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet torch==$(or $(TORCH),2.11.0) $(OLD_VERSIONS) --editable '.[dev]'
-	$(OLDEST)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(OLDEST)/bin/python -m pytest --numprocesses 2 --dist worksteal
 
 test-newest:  ## run the tests in .venv-newest, with the newest version of every package; TORCH=... for another torch
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager $(if $(TORCH),torch==$(TORCH)) \
 		--editable '.[dev]'
-	$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist worksteal
 
 package:  ## build sdist and wheel in dist/, install the wheel alone into .venv-package, and run what a user runs first
 	rm -rf dist $(PACKAGE)
