@@ -71,7 +71,7 @@ OWNED: dict[str, str] = {
     "transformers.utils.generic": "TransformersKwargs",
     "accelerate.utils.modeling": "get_mixed_precision_context_manager",
     "torch": "_foreach_norm _has_compatible_shallow_copy_type _foreach_copy_ _foreach_div_",
-    "torch:_C": "_cuda_endAllocateToPool _cuda_releasePool _EnableTorchFunction",
+    "torch:_C": "_cuda_endAllocateToPool _cuda_releasePool _EnableTorchFunction DisableTorchFunction",
     "torch.cuda": "_sleep",
     "torch.distributed.rendezvous": "_rendezvous_handlers",
     "torch.distributed.distributed_c10d": "_get_default_store _set_pg_timeout",

@@ -119,7 +119,7 @@ class Case:
             profile = measure_profile(self.runner, self.window[:2], self._about)
             self.note("profile", _describe_profile(profile))
             graphs = WindowGraphs(lambda text: self.note("auto", text), option=AUTO)
-            tier = Tier("acceptance", ("sequential", *PLANS), len(PLANS), repeats=2, search_share=sizes.search_share)
+            tier = Tier("acceptance", ("sequential", *PLANS), len(PLANS), sizes.search_share)
             chosen = tune(self.runner, self.window, tier, profile=profile, graphs=graphs)[1]
             communication = next(iter(chosen.overlaps.values())).communication
             self.note("communication alone", _ms(communication))

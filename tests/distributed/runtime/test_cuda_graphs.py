@@ -547,7 +547,7 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(monkeypatch: Any) -> N
 def test_plans_are_chosen_by_their_replays(monkeypatch: Any) -> None:
     """Whatever they take operator by operator; the graphs of the run are gone before, and nothing is left behind."""
     recorder = FakeRecorder()
-    tier = Tier("two", ("sequential", "greedy"), timed=1, repeats=1, search_share=0.1)
+    tier = Tier("two", ("sequential", "greedy"), timed=1, search_share=0.1)
     slow = [0.0, 0.0, 0.2]  # computation alone, and both plans
 
     def replay(graph: FakeGraph) -> None:
@@ -567,7 +567,7 @@ def test_plans_are_chosen_by_their_replays(monkeypatch: Any) -> None:
         assert all(parameter.grad is None for parameter in engine.model.parameters())
         assert not any(meter.sums.isnan().any() for meter in meters if meter.sums is not None)
     assert result.chosen == "sequential"
-    assert [graph.replays for graph in recorder.graphs[1:]] == [2, 2, 2]
+    assert [graph.replays for graph in recorder.graphs[1:]] == [3, 3, 2]
     assert not any(graph.is_alive for graph in recorder.graphs)
 
 
