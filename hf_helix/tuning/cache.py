@@ -227,9 +227,7 @@ def operators_digest(model: Any) -> str:
 def _operator_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that operators may depend on; of lists with an entry for each layer, the distinct entries."""
     nested = {name: _operator_options(value) for name, value in options.items() if isinstance(value, Mapping)}
-    each = {
-        name: sorted(map(str, {*map(str, options[name])})) for name in PER_LAYER if isinstance(options.get(name), list)
-    }
+    each = {name: sorted({*map(str, options[name])}) for name in PER_LAYER if isinstance(options.get(name), list)}
     return {name: value for name, value in {**options, **nested, **each}.items() if name not in OF_MODELS}
 
 

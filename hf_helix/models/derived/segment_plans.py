@@ -180,9 +180,10 @@ class SegmentPlans:
 
     def unread_parameters(self, base: Any) -> Collection[nn.Parameter]:
         """Returns the parameters that no trace reads."""
+        plans = [self.of_layer(number, 1, 0) for number in range(len(self.layers))]
         inside = [
-            (parameter, self.of_layer(number, 1, 0).trace.reads(name))
-            for number, layer in enumerate(self.layers)
+            (parameter, plan.trace.reads(name))
+            for layer, plan in zip(self.layers, plans, strict=True)
             for name, parameter in layer.named_parameters()
         ]
         ends, own = self.of_ends(base, 1, 0), {parameter for parameter, _ in inside}
