@@ -28,6 +28,9 @@ COMMANDS = (
     *(CheckCommand, ModelsCommand, EnvCommand),
 )
 
+WITH_PROCESSES = ("profile", "check", "cluster")
+"""The commands whose process may be a rank of several, and leaves their group at its end."""
+
 EXAMPLES = """\
 examples:
   hf-helix profile --model Qwen/Qwen3-0.6B --tp_size 2 --sequence_length 256   writes profile.json
@@ -43,8 +46,17 @@ HelixConfig(plan="plan.json") or HelixConfig(profile="profile.json").
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command `hf-helix`; errors of use end with status 2 and a message."""
+def program() -> None:
+    """The program `hf-helix`: `main` in a process of its own, which ends at once where that harms nothing. Python would
+    free the memory of torch and Transformers object by object, for 1 to 2 s."""
+    command = main()
+    if command not in WITH_PROCESSES:
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def main(arguments: Sequence[str] | None = None) -> str:
+    """Runs a command and returns its name; errors of use end with status 2 and a message."""
     parser = build_parser()
     given = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(given or ["--help"])
@@ -55,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, ImportError) as error:
         parser.exit(2, f"hf-helix {options.command}: {error}\n")
+    return str(options.command)
 
 
 def build_parser() -> argparse.ArgumentParser:

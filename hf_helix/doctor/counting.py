@@ -8,16 +8,16 @@ layers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_helix.config import HelixConfig
-from hf_helix.doctor.amounts.amounts import META, SimulatedStreams, count_amounts, of_slices_alone, simulated_mesh
+from hf_helix.doctor.amounts.amounts import META, SimulatedStreams, WindowCounter, of_slices_alone, simulated_mesh
 from hf_helix.doctor.amounts.meter import LargestPosition, Meter, meta_as
 from hf_helix.doctor.amounts.records import Amounts, Facts, Model, Transfer
 from hf_helix.doctor.case import Case
@@ -64,6 +64,7 @@ class Counter:
         self.base = base_of(self.model)
         self._images_per_row = images_per_row
         self._kinds: Kinds | None = None
+        self._ranks: dict[Hashable, CutRank] = {}
 
     def facts(self) -> Facts:
         """Returns the properties of the model."""
@@ -93,14 +94,20 @@ class Counter:
             images: in the rows of a micro-batch.
             crossing: the axes between nodes.
         """
-        sizes = case.sizes
         if self._kinds is None:
             family_of(self.base)
         with settled(self.base), assuming(case.imbalance), whole_logits() if case.whole_logits else nullcontext():
-            family_for(self.base, sizes.tp)
-            kinds = self.kinds(bool(case.config.layers_per_stage))
-            run = TYPES[case.dtype], backend, kinds, sizes.dp, images, crossing
-            return amounts_of(self.model, case.counted, case.batch, case.length, *run)
+            return self._rank_of(case, backend, crossing).amounts(case.batch, case.length, images)
+
+    def _rank_of(self, case: Case, backend: str, crossing: Collection[str]) -> CutRank:
+        """Returns the rank of a case, cut once for micro-batches of all sizes."""
+        halved, spread = bool(case.config.layers_per_stage), tuple(case.spread_weights.items())
+        key = case.counted, halved, spread, case.dtype, case.whole_logits, case.imbalance, backend, tuple(crossing)
+        if key not in self._ranks:
+            family_for(self.base, case.sizes.tp)
+            run = self.kinds(halved), TYPES[case.dtype], backend, case.sizes.dp, crossing
+            self._ranks[key] = CutRank(self.model, case.counted, *run)
+        return self._ranks[key]
 
     def kinds(self, halved: bool = False) -> Kinds:
         """Returns the kinds of layers; with halves of layers only for cases that may cut layers (`halved`)."""
@@ -153,6 +160,99 @@ def kinds_of(model: Any) -> Kinds:
     return Kinds(family, [keys.index(key) for key in distinct], halved, kinds, about)
 
 
+class CutRank:
+    """A rank of a layout on the meta device, cut once: its micro-batches of any sizes are counted.
+
+    Outside of `amounts` the model is not changed.
+
+    Args:
+        model: on the meta device.
+        config: the layout.
+        kinds: of the model's layers.
+        autocast_dtype: the type of autocast; None for none.
+        backend: of the cluster.
+        dp_size: number of data-parallel ranks.
+        inter_node_axes: the axes between nodes; ranks of all other axes are in one node.
+
+    Raises:
+        ValueError: the model cannot be cut to these sizes.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: HelixConfig,
+        kinds: Kinds,
+        autocast_dtype: torch.dtype | None = None,
+        backend: str = "nccl",
+        dp_size: int = 1,
+        inter_node_axes: Collection[str] = (),
+    ) -> None:
+        self._base, self._config, self._backend = base_of(model), config, backend
+        self._family, self._dtype, log = kinds.family, autocast_dtype, list[Transfer]()
+        spread = Sizes(cp=config.cp_size, dp=dp_size, ep=config.ep_size).spread() if config.shard_parameters else {}
+        self._mesh = mesh = _mesh_of(config, backend, spread, inter_node_axes, log)
+        self._make_buffers = self._family.empty(self._base, config.tp_size)
+        declared = _declared(model, config, mesh, kinds, autocast_dtype)
+        names = [unit.name for _, unit in sorted(declared.all_units.items())]
+        parts = (FRONT, REAR), (FIRST, NEXT)
+        first, *layers, last = [
+            name for name in names if not name.startswith(parts[0]) and not name.endswith(parts[1])
+        ]
+        about = replace(kinds.model, units=[first, *(layers[kind] for kind in kinds.kinds), last])
+        rank_units = _one_of_each(declared)
+        self._own: dict[Any, tuple[Tensor, Tensor | None]] = {}  # the rank's part of each parameter, and its gradient
+        for parameter, row in rank_units.rows.items():
+            axis = mesh.axis_of(row.cut)
+            self._own[parameter] = cut_tensor(parameter.data, row.cut, axis.size, axis.rank), None
+        with self._cut():
+            for flat in rank_units.flat_parameters:
+                flat.shard_in_place(META)
+            plan = baseline_plan(rank_units.layout, model=type(self._base).__name__, mesh=config.option_sizes)
+            types, scheduler = (autocast_dtype, config.fused_kernels), Scheduler(config.schedule, 1)
+            runner = Runner(rank_units, plan, mesh, SimulatedStreams(log), scheduler, 0, *types)
+        self._counter = WindowCounter(runner, about, spread)
+
+    def amounts(self, batch: int, length: int, images: int = 0) -> Amounts:
+        """Returns the amounts for a micro-batch of `batch` sequences, with a number of sample `images` in all
+        (`Towers.sample`)."""
+        config = self._config
+        with self._cut():
+            ids = torch.zeros(batch, length, dtype=torch.long, device=META)
+            scale = LossScale(torch.ones((), device=META))
+            window = WindowMaker(self._base, self._mesh).microbatch({"input_ids": ids, "labels": ids}, scale, (0, 0))
+            towers = self._family.towers
+            with LargestPosition():
+                side = window.prepare()
+            side = {**side, **({IMAGES: towers.sample(images)} if towers is not None and images else {})}
+            window = replace(window, prepare=lambda: side)
+            handed_on = sum(value.nbytes for value in self._make_buffers(side))
+            dtype = self._dtype or self._base.dtype
+            slices = slice_buffers(self._make_buffers, config.tp_size, len(LOSS), dtype)(config.pp_size // 2)(side)
+            with meta_as(self._backend):
+                amounts = self._counter.amounts(window, handed_on)
+        amounts = replace(amounts, handed_over=sum(value.nbytes for value in slices))
+        return of_slices_alone(amounts) if config.spread_vocabulary else amounts
+
+    @contextmanager
+    def _cut(self) -> Iterator[None]:
+        """Gives the parameters of the model their values and gradients on this rank."""
+        whole = {parameter: (parameter.data, parameter.grad) for parameter in self._own}
+        try:
+            _give(self._own)
+            yield
+        finally:
+            self._own = {parameter: (parameter.data, parameter.grad) for parameter in whole}
+            _give(whole)
+
+
+def _give(values: Mapping[Any, tuple[Tensor, Tensor | None]]) -> None:
+    """Gives parameters values and gradients."""
+    for parameter, (value, gradient) in values.items():
+        parameter.grad = None  # a gradient of another shape would be refused
+        parameter.data, parameter.grad = value, gradient
+
+
 def amounts_of(
     model: Any,
     config: HelixConfig,
@@ -165,46 +265,11 @@ def amounts_of(
     images: int = 0,
     inter_node_axes: Collection[str] = (),
 ) -> Amounts:
-    """Returns the amounts of a rank for a micro-batch of `batch` sequences, on a node with all ranks but those of some
-    axes, with a number of sample `images` in all (`Towers.sample`). The model, on the meta device, is not
-    changed. Raises ValueError if the model cannot be cut to these sizes."""
-    base = base_of(model)
-    log: list[Transfer] = []
-    spread = Sizes(cp=config.cp_size, dp=dp_size, ep=config.ep_size).spread() if config.shard_parameters else {}
-    mesh = _mesh_of(config, backend, spread, inter_node_axes, log)
+    """Returns the amounts of a rank for a micro-batch of `batch` sequences; for the arguments see `CutRank`. The model
+    is not changed. Raises ValueError if the model cannot be cut to these sizes."""
     kinds = kinds or replace(kinds_of(model), halved=())
-    make_buffers = kinds.family.empty(base, config.tp_size)
-    declared = _declared(model, config, mesh, kinds, autocast_dtype)
-    names = [unit.name for _, unit in sorted(declared.all_units.items())]
-    parts = (FRONT, REAR), (FIRST, NEXT)
-    first, *layers, last = [name for name in names if not name.startswith(parts[0]) and not name.endswith(parts[1])]
-    about = replace(kinds.model, units=[first, *(layers[kind] for kind in kinds.kinds), last])
-    rank_units = _one_of_each(declared)
-    whole = {parameter: parameter.data for parameter in rank_units.rows}
-    try:
-        _cut(rank_units, mesh)
-        plan = baseline_plan(rank_units.layout, model=type(base).__name__, mesh=config.option_sizes)
-        streams = SimulatedStreams(log)
-        types = autocast_dtype, config.fused_kernels
-        runner = Runner(rank_units, plan, mesh, streams, Scheduler(config.schedule, 1), 0, *types)
-        ids = torch.zeros(batch, length, dtype=torch.long, device=META)
-        scale = LossScale(torch.ones((), device=META))
-        window = WindowMaker(base, mesh).microbatch({"input_ids": ids, "labels": ids}, scale, (0, 0))
-        towers = kinds.family.towers
-        with LargestPosition():
-            side = window.prepare()
-        side = {**side, **({IMAGES: towers.sample(images)} if towers is not None and images else {})}
-        window = replace(window, prepare=lambda: side)
-        handed_on = sum(value.nbytes for value in make_buffers(side))
-        dtype = autocast_dtype or base.dtype
-        of_slices = slice_buffers(make_buffers, config.tp_size, len(LOSS), dtype)(config.pp_size // 2)(side)
-        with meta_as(backend):
-            amounts = count_amounts(runner, window, handed_on, about, spread)
-        amounts = replace(amounts, handed_over=sum(value.nbytes for value in of_slices))
-        return of_slices_alone(amounts) if config.spread_vocabulary else amounts
-    finally:
-        for parameter, value in whole.items():
-            parameter.data, parameter.grad = value, None
+    rank = CutRank(model, config, kinds, autocast_dtype, backend, dp_size, inter_node_axes)
+    return rank.amounts(batch, length, images)
 
 
 def _image_tokens(base: Any) -> int:
@@ -280,12 +345,3 @@ def _one_of_each(rank_units: RankUnits) -> RankUnits:
     for unit in rank_units.all_units.values():
         units.setdefault(unit.name, unit)
     return place_units(list(units.values()))
-
-
-def _cut(rank_units: RankUnits, mesh: Mesh) -> None:
-    for parameter, row in rank_units.rows.items():
-        axis = mesh.axis_of(row.cut)
-        parameter.grad = None
-        parameter.data = cut_tensor(parameter.data, row.cut, axis.size, axis.rank)
-    for flat in rank_units.flat_parameters:
-        flat.shard_in_place(META)

@@ -8,6 +8,7 @@ counted, and graphs over the simulated mesh, whose axes have sizes and send noth
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from hf_helix.config import PARAMETERS
 from hf_helix.doctor.amounts.lifetimes import LifetimeTrace, WatchedExecutor, lifetimes_of
-from hf_helix.doctor.amounts.meter import FusedKernels, Meter
+from hf_helix.doctor.amounts.meter import FusedKernels, Meter, tensors_in
 from hf_helix.doctor.amounts.records import (
     Amounts,
     Model,
@@ -32,7 +33,7 @@ from hf_helix.planning.graph.backward import FIRST, NEXT
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.parameters import Parameter
 from hf_helix.planning.timing.sizes import COPIES, EXPERT_COPIES, HOST
-from hf_helix.planning.window.layout import named_operators
+from hf_helix.planning.window.layout import Name, named_operators
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.microbatch import MicroBatch
@@ -190,68 +191,97 @@ class SimulatedStreams(Streams):
         pass
 
 
-def count_amounts(
-    runner: Runner, batch: MicroBatch, handed_on: int, model: Model, spread: Mapping[str, int] | None = None
-) -> Amounts:
-    """Returns the amounts of a runner for a micro-batch; `handed_on` are the bytes of the values between units."""
-    streams = runner.executor.streams
-    assert isinstance(streams, SimulatedStreams)
-    first, second, watch = _counted(runner, batch, streams)
-    rank_units, layout = runner.rank_units, runner.layout
-    labels = {
-        (layout.units[index], entry): runner.executor.label(batch.key[1], index, op)
-        for index in layout.units_of(0)
-        for entry, op in layout.graphs[layout.units[index]].entries()
-    }
-    names = {label: name for name, label in labels.items()}
-    entries = {label: (layout.units.index(unit), entry) for (unit, entry), label in labels.items()}
-    unsharded = {(index, name) for index, unit in rank_units.all_units.items() for name in unit.flat_parameters}
-    lifetimes = lifetimes_of(second, watch, entries, layout, unsharded)
-    ran = [names[label] for label in second.counted]  # in execution order, which decides memory
-    assert set(ran) == {name for name, _ in named_operators(layout)}
-    gathered = lifetimes.weights()
-    operators = {}
-    for name in ran:
-        metered, sent = second.counted[labels[name]], tuple(streams.sent.get(labels[name], ()))
-        operators[name] = OperatorAmounts(metered.delta, metered.peak, gathered.get(name, 0), metered.kernels, sent)
-    copies = {unit.name: 0 for unit in rank_units.all_units.values()}
-    for name, label in labels.items():
-        if name[1].startswith("F.") or name[1].endswith(".I"):  # for input gradients in fp8 too
-            copies[name[0]] += max(0, first.counted[label].delta - second.counted[label].delta)
-    units = list(rank_units.all_units.values())
-    if not spread:  # the buffers of `shard_optimizer`, made as in training, do not depend on the number of replicas
-        several = simulated_mesh({}, spread={COPIES: 2, EXPERT_COPIES: 2})
-        units = apply_zero1(units, several.shard_axes, runner.precision.autocast_dtype)
-    rows = parameter_rows(dict(enumerate(units)))
-    place = runner.mesh.place
-    return Amounts(
-        model,
-        layout,
-        operators,
-        list(rows.values()),
-        {axis: sharers.slices.size for axis, sharers in place.axes.items()},
-        handed_on,
-        copies,
-        lifetimes,
-        dict(spread or {}),
-    )
+class WindowCounter:
+    """Counts windows of one micro-batch, of any sizes.
 
+    Args:
+        runner: of a rank on a simulated mesh, with `SimulatedStreams`.
+        model: the properties of the model.
+        spread: number of ranks by axis over which weights are sharded.
+    """
 
-def _counted(runner: Runner, batch: MicroBatch, streams: SimulatedStreams) -> tuple[Meter, Meter, LifetimeTrace]:
-    """Returns the meters of a first and of a second window, and the trace of values of the second."""
-    side = batch.prepare()
-    batch = replace(batch, prepare=lambda: dict(side))
-    rank_units = runner.rank_units
-    with runner.precision.in_window():
-        # The first window makes gradients and copies of weights; further windows reuse them.
-        first = Meter([*rank_units.own_rows, *rank_units.stepped], counts=False)
-        _run(runner, batch, streams, first)
-        streams.sent.clear()
-        held = [tensor for p in rank_units.own_rows for tensor in (p, p.grad) if tensor is not None]
-        held += [value for value in (*rank_units.stepped, *side.values()) if isinstance(value, Tensor)]
-        second = Meter(held, first)
-        watch = _run(runner, batch, streams, second)
-    return first, second, watch
+    def __init__(self, runner: Runner, model: Model, spread: Mapping[str, int] | None = None) -> None:
+        self._runner, self._model, self._spread = runner, model, dict(spread or {})
+        self._casts: dict[tuple[object, ...], Any] = {}  # of weights, kept between windows
+        self._first: Meter | None = None
+        self._copies: Mapping[str, int] | None = None
+
+    def amounts(self, batch: MicroBatch, handed_on: int) -> Amounts:
+        """Returns the amounts of a micro-batch; `handed_on` are the bytes of the values between units."""
+        runner, streams = self._runner, self._runner.executor.streams
+        assert isinstance(streams, SimulatedStreams)
+        rank_units, layout = runner.rank_units, runner.layout
+        second, watch = self._counted(batch, streams)
+        labels = {
+            (layout.units[index], entry): runner.executor.label(batch.key[1], index, op)
+            for index in layout.units_of(0)
+            for entry, op in layout.graphs[layout.units[index]].entries()
+        }
+        names = {label: name for name, label in labels.items()}
+        entries = {label: (layout.units.index(unit), entry) for (unit, entry), label in labels.items()}
+        unsharded = {(index, name) for index, unit in rank_units.all_units.items() for name in unit.flat_parameters}
+        lifetimes = lifetimes_of(second, watch, entries, layout, unsharded)
+        ran = [names[label] for label in second.counted]  # in execution order, which decides memory
+        assert set(ran) == {name for name, _ in named_operators(layout)}
+        gathered = lifetimes.weights()
+        operators = {}
+        for name in ran:
+            metered, sent = second.counted[labels[name]], tuple(streams.sent.get(labels[name], ()))
+            operators[name] = OperatorAmounts(metered.delta, metered.peak, gathered.get(name, 0), metered.kernels, sent)
+        if self._copies is None:
+            self._copies = self._copies_of(names)
+        place = runner.mesh.place
+        return Amounts(
+            self._model,
+            layout,
+            operators,
+            self._parameters,
+            {axis: sharers.slices.size for axis, sharers in place.axes.items()},
+            handed_on,
+            self._copies,
+            lifetimes,
+            self._spread,
+        )
+
+    def _counted(self, batch: MicroBatch, streams: SimulatedStreams) -> tuple[Meter, LifetimeTrace]:
+        """Returns the meter of a window, and the trace of its values. A first window of the runner makes gradients and
+        copies of weights, which further windows reuse."""
+        runner, side = self._runner, batch.prepare()
+        batch, rank_units = replace(batch, prepare=lambda: dict(side)), runner.rank_units
+        with runner.precision.weights.within(self._casts), runner.precision.in_window():
+            if self._first is None:
+                self._first = Meter([*rank_units.own_rows, *rank_units.stepped], counts=False)
+                _run(runner, batch, streams, self._first)
+            streams.sent.clear()
+            held = [tensor for p in rank_units.own_rows for tensor in (p, p.grad) if tensor is not None]
+            held += [value for value in (*rank_units.stepped, *side.values()) if isinstance(value, Tensor)]
+            second = Meter(held, self._first)
+            watch = _run(runner, batch, streams, second)
+        return second, watch
+
+    def _copies_of(self, names: Mapping[str, Name]) -> dict[str, int]:
+        """Returns the bytes of copies of weights, by the name of the unit that made them in the first window.
+
+        Args:
+            names: of operators, by their labels.
+        """
+        assert self._first is not None
+        copies = {unit.name: 0 for unit in self._runner.rank_units.all_units.values()}
+        kept = {self._first.allocation_of(tensor) for value in self._casts.values() for tensor in tensors_in(value)}
+        for allocated in kept:
+            if allocated is not None and allocated.maker is not None:
+                copies[names[allocated.maker][0]] += allocated.bytes
+        return copies
+
+    @cached_property
+    def _parameters(self) -> list[Parameter]:
+        """The parameters of the rank, without spread weights in the buffers of `shard_optimizer`, made as in training:
+        these do not depend on the number of replicas."""
+        units = list(self._runner.rank_units.all_units.values())
+        if not self._spread:
+            several = simulated_mesh({}, spread={COPIES: 2, EXPERT_COPIES: 2})
+            units = apply_zero1(units, several.shard_axes, self._runner.precision.autocast_dtype)
+        return list(parameter_rows(dict(enumerate(units))).values())
 
 
 def _run(runner: Runner, batch: MicroBatch, streams: SimulatedStreams, meter: Meter) -> LifetimeTrace:

@@ -43,31 +43,33 @@ _made: dict[object, Any] = {}
 """Twins of results by operator and arguments; None if the shapes do not suffice to make the result again."""
 
 
-def made_on_meta(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the result of an operator, an overload such as `aten.mm.default`."""
+def made_on_meta(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]) -> Any:
+    """Returns the result of an operator, an overload such as `aten.mm.default`; `inputs` are the tensors among its
+    arguments."""
     if function in _UNRULED:
         return kwargs["out"]
     key = _key_of(function, args, kwargs) if _only_makes(function) else None
     if key is None:
-        args, kwargs = _with_sizes(function, args, kwargs)
+        args, kwargs = _with_sizes(function, args, kwargs, inputs)
         return function(*args, **kwargs)
     known = _made.get(key)
     if known is not None:
         return _twin(known)
     result = function(*args, **kwargs)
     if key not in _made:
-        _made[key] = _twin(result) if _is_new(result, args, kwargs) else None
+        _made[key] = _twin(result) if _is_new(result, inputs) else None
     return result
 
 
-def _with_sizes(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+def _with_sizes(function: Any, args: Any, kwargs: Any, inputs: Sequence[Tensor]) -> tuple[Any, Any]:
     """Returns arguments of which some are tensors of the host, as sizes of images are: they stay there, since code asks
     for their values, and with tensors of the meta device they count as such."""
-    found = tensors_in((args, kwargs))
-    of_host = [tensor for tensor in found if not tensor.is_meta]
-    if len(of_host) == len(found) > 0 and function.overloadpacket is torch.ops.aten._to_copy:
+    of_host = [tensor for tensor in inputs if not tensor.is_meta]
+    if not of_host:
+        return args, kwargs
+    if len(of_host) == len(inputs) and function.overloadpacket is torch.ops.aten._to_copy:
         return args, {**kwargs, "device": "cpu"}
-    is_mixed = len(of_host) < len(found) and any(tensor.dim() for tensor in of_host)  # torch takes numbers itself
+    is_mixed = len(of_host) < len(inputs) and any(tensor.dim() for tensor in of_host)  # torch takes numbers itself
     if not is_mixed or function.overloadpacket in _INDEXING:
         return args, kwargs
     given: tuple[Any, Any] = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
@@ -129,9 +131,9 @@ def _described(value: Any) -> object:
     return type(value), value  # 1, 1.0 and True are equal, but make tensors of different types
 
 
-def _is_new(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _is_new(result: Any, inputs: Sequence[Tensor]) -> bool:
     """Returns whether a result is new memory of the meta device, of exactly the size of its shapes."""
-    known = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+    known = {tensor.untyped_storage()._cdata for tensor in inputs}
     for each in [part for part in result if part is not None] if isinstance(result, tuple | list) else [result]:
         if not isinstance(each, Tensor) or not each.is_meta or each.storage_offset():
             return False
@@ -242,13 +244,16 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with DisableTorchFunction():  # sizes are read without `FusedKernels`
-            result = made_on_meta(function, args, kwargs or {})
+            inputs = tensors_in(args)
+            if kwargs:
+                inputs += tensors_in(kwargs)
+            result = made_on_meta(function, args, kwargs or {}, inputs)
             outputs = tensors_in(result)
             news = [self._allocate(leaf.untyped_storage()) for leaf in outputs]
             if self._now is not None and self.counts:
                 if True in news:
                     self._now.peak = max(self._now.peak, self._bytes - self._start)
-                kernel = kernel_of(function, args, kwargs or {}, tensors_in((args, kwargs)), outputs)
+                kernel = kernel_of(function, args, kwargs or {}, inputs, outputs)
                 if kernel is not None:
                     self._now.kernels.append(kernel)
         return result

@@ -297,6 +297,12 @@ class Given:
         return [dim for dim in self.open if self.shape[dim] == EXAMPLE_LENGTH]
 
 
+@functools.lru_cache(maxsize=1024)
+def _with_numbers(expression: Any, batch: Any, sequence: Any) -> int:
+    """Returns a size of some sequences and tokens as a number, see `BATCH`; few sizes occur, each often."""
+    return int(expression.subs({batch: BATCH, sequence: SEQUENCE}))
+
+
 @dataclass(frozen=True, eq=False)
 class ModuleTrace:
     """The graph of a module.
@@ -381,7 +387,7 @@ class ModuleTrace:
         expression = size.node.expr if hasattr(size, "node") else size
         others = expression.free_symbols - {self.batch, self.sequence}
         if not others:
-            return int(expression.subs({self.batch: BATCH, self.sequence: SEQUENCE}))
+            return _with_numbers(expression, self.batch, self.sequence)
         # The size of an input whose code never compares the size with the size of the tokens.
         known = {EXAMPLE_BATCH: BATCH, EXAMPLE_LENGTH: SEQUENCE}
         hint = getattr(size.node, "hint", None)

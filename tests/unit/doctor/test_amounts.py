@@ -2,13 +2,16 @@
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from support.simulated import LLAMA, case_of, counted, on_meta
 
+from hf_helix.config import HelixConfig
 from hf_helix.doctor.amounts.records import ATTENTION, MATMUL, Amounts
+from hf_helix.doctor.counting import CutRank, amounts_of, kinds_of
 from hf_helix.doctor.memory import frozen_bytes
 from hf_helix.engine.synthetic import adapted_on_meta
 from hf_helix.planning.graph.operator import Kind
@@ -155,6 +158,30 @@ def test_the_model_is_as_before():
     assert {name: (buffer, buffer.shape) for name, buffer in llama.named_buffers()}.keys() == buffers.keys()
     assert all(p.grad is None and p.is_meta for p in llama.parameters())
     assert llama.training
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tp_size": 2, "recompute": "selective"},
+        {"shard_parameters": True, "recompute": "full"},
+        {"pp_size": 2, "spread_vocabulary": True},
+        {"tp_size": 2, "float8": True},
+        {"model_type": "mixtral", "ep_size": 2},
+        {"model_type": "qwen3"},  # derived
+    ],
+)
+def test_a_rank_that_was_cut_before_counts_other_micro_batches_as_a_new_one(options: dict[str, Any]):
+    model_type = options.pop("model_type", "llama")
+    model, config = on_meta(model_type), HelixConfig(**options)
+    run: dict[str, Any] = {"autocast_dtype": torch.bfloat16, "dp_size": 4}
+    kinds = replace(kinds_of(model), halved=())
+    rank = CutRank(model, config, kinds, **run)
+    for batch, length in ((1, 32), (4, 32), (2, 64), (1, 32)):
+        found = rank.amounts(batch, length)
+        amounts_of(model, HelixConfig(), 3, 16)  # another cut of the same model, between
+        assert found == amounts_of(model, config, batch, length, kinds=kinds, **run)
 
 
 def test_adapters_are_counted_and_frozen_weights_get_no_gradients():

@@ -7,7 +7,7 @@ import torch
 from support.dispatched import Calls
 
 from hf_helix.doctor.amounts import meter
-from hf_helix.doctor.amounts.meter import made_on_meta
+from hf_helix.doctor.amounts.meter import made_on_meta, tensors_in
 
 aten = torch.ops.aten
 
@@ -42,15 +42,19 @@ def described(result: Any) -> list[Any]:
     ]
 
 
+def made(function: Any, args: Any, kwargs: Any) -> Any:
+    return made_on_meta(function, args, kwargs, tensors_in((args, kwargs)))
+
+
 @pytest.mark.parametrize("name", MAKES)
 def test_what_is_made_again_is_as_torch_makes_it(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(meter, "_made", {})
     function, args, kwargs = MAKES[name]
     expected = described(function(*args(), **kwargs))
-    made_on_meta(function, args(), kwargs)
+    made(function, args(), kwargs)
     arguments = args()
     with Calls() as calls:
-        again = made_on_meta(function, arguments, kwargs)
+        again = made(function, arguments, kwargs)
     assert set(calls.names) <= {"empty_strided"}, "it was known"
     assert described(again) == expected
     assert type(again) is type(function(*args(), **kwargs))
@@ -60,10 +64,10 @@ def test_the_type_that_is_made_by_default_is_that_of_now():
     args = meta(3, dtype=torch.int64), meta(3, dtype=torch.int64)
     for dtype in (torch.float64, torch.float32):
         torch.set_default_dtype(dtype)
-        assert made_on_meta(aten.div.Tensor, args, {}).dtype is dtype
+        assert made(aten.div.Tensor, args, {}).dtype is dtype
     # A product that torch cannot run on meta returns what it adds to.
     total, left, right = meta(2, 3, 5), meta(2, 3, 4, dtype=torch.bfloat16), meta(2, 4, 5, dtype=torch.bfloat16)
-    result = made_on_meta(aten.baddbmm.dtype_out, (total, left, right, torch.float32), {"out": total})
+    result = made(aten.baddbmm.dtype_out, (total, left, right, torch.float32), {"out": total})
     assert result is total
 
 
@@ -80,10 +84,10 @@ def test_the_type_that_is_made_by_default_is_that_of_now():
 )
 def test_views_and_what_values_decide_and_what_writes_in_place_always_run(function: Any, args: Any):
     expected = described(function(*args()))
-    made_on_meta(function, args(), {})
+    made(function, args(), {})
     arguments = args()
     with Calls() as calls:
-        result = made_on_meta(function, arguments, {})
+        result = made(function, arguments, {})
     assert [name for name in calls.names if name != "empty_strided"]
     assert described(result) == expected
     if function.name().partition(".")[0].endswith("_"):
