@@ -196,9 +196,7 @@ class CutRank:
         declared = _declared(model, config, mesh, kinds, autocast_dtype)
         names = [unit.name for _, unit in sorted(declared.all_units.items())]
         parts = (FRONT, REAR), (FIRST, NEXT)
-        first, *layers, last = [
-            name for name in names if not name.startswith(parts[0]) and not name.endswith(parts[1])
-        ]
+        first, *layers, last = [name for name in names if not name.startswith(parts[0]) and not name.endswith(parts[1])]
         about = replace(kinds.model, units=[first, *(layers[kind] for kind in kinds.kinds), last])
         rank_units = _one_of_each(declared)
         self._own: dict[Any, tuple[Tensor, Tensor | None]] = {}  # the rank's part of each parameter, and its gradient

@@ -60,6 +60,8 @@ ONE_STRAND = "sequential"
 CLOSE = 0.05  # of a step: predictions nearer to each other are too close to tell which is faster
 HEADROOM = 0.05  # of a device's memory: the error of a prediction
 
+NEGLIGIBLE = 0.001  # of a step: no way is tried that could save less
+
 WITHOUT_ROOM = 0.5  # of the speed of layouts whose full weights do not fit: they are looked at last
 
 FEW_LAYOUTS = 24
@@ -546,9 +548,10 @@ class Search:
         return bound_step(self.model.of_window(case), case, self.cluster, split=True).tokens_per_second
 
     def _with_unsharded_optimizer(self, step: Step) -> Step:
-        """Returns the step without `shard_optimizer` if it fits and is faster, else the given step."""
-        case = step.case.changed(shard_optimizer=False)
-        if case == step.case or self._memory(case) > self.cluster.device.memory:
+        """Returns the step without `shard_optimizer` if it fits and is faster, else the given step. Where gathers, sums
+        and updates take next to nothing, it is not tried."""
+        case, apart = step.case.changed(shard_optimizer=False), step.gathers + step.sums + step.optimizer
+        if case == step.case or apart <= NEGLIGIBLE * step.seconds or self._memory(case) > self.cluster.device.memory:
             return step
         whole = self._simulated(case, Fidelity.QUICK)
         return whole if whole.seconds < step.seconds else step

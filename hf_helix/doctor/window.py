@@ -158,8 +158,10 @@ class WindowClock:
         self._limit, self._plan, self._reduces = limit, plan, reduces
         self._has_few_layers, self._is_coarse = fidelity is Fidelity.QUICK and not is_coarse, is_coarse
         self._made: dict[tuple[int, int, int], tuple[Planned, Prediction]] = {}
-        self._known = known[1] if known is not None and _ends_soon(known[1]) else None
-        if known is not None and self._known is not None:
+        ends_soon = known is not None and _ends_soon(known[1])
+        self._may_defer = known is not None and not ends_soon  # otherwise a window without deferring tells
+        self._known = known[1] if known is not None and ends_soon else None
+        if known is not None and ends_soon:
             self._plan = known[0]
 
     @functools.cached_property
@@ -179,7 +181,7 @@ class WindowClock:
         """Profile and plan of all layers."""
         if self.fidelity is not Fidelity.TIMED or self._plan is not None or not self._defers:
             return self._planned(self.layout, self.fidelity is not Fidelity.QUICK)
-        if self._ranks > 1 and not self._is_coarse and self._microbatches < MANY:
+        if self._may_defer or (self._ranks > 1 and not self._is_coarse and self._microbatches < MANY):
             return self._planned(self.layout)
         first = self._planned(self.layout, defers=False)
         return first if _ends_soon(self._parts(first, self._microbatches)) else self._planned(self.layout)

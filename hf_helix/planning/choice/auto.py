@@ -198,6 +198,9 @@ def choose_schedule(
         candidates = [run(name, build_schedule(name, num_ranks, num_microbatches)) for name in FOLDED]
     else:
         found = periodic_schedules(ranks, costs, num_microbatches, FINALISTS, only_fastest=not search and limit is None)
+        if len(found) == 1 and not search:
+            validate(found[0], num_microbatches, ranks)
+            return SEARCHED, found[0]
         candidates = [run(SEARCHED, each) for each in found]
     max_live = max(max(simulated.live) for _, simulated in candidates)
     if limit is None or limit.passes is not None:

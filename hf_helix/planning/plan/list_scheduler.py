@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Any, ClassVar
 
@@ -65,6 +66,60 @@ class Priorities:
     num_units_with_deferred_wgrad: int | None = None
 
 
+REMEMBERED = 8
+"""Windows whose precedences are remembered: a search of layouts orders equal windows for many times in a row, each with
+few and with more layers, for few and for more micro-batches, without and with slices of the vocabulary."""
+
+
+class _Precedences:
+    """The part of list scheduling that does not depend on times.
+
+    Attributes:
+        window: the instructions of all ranks.
+        arrays: the window, with seconds of no meaning.
+        kept, recomputed: the activations of each place.
+        after: the precedence of all instructions.
+        readers: of each place, its successors.
+        queues: of each place, see `WindowArrays.queues`.
+        peaks: of each rank, how many layers' activations are alive without further ones.
+        layer: the activations of the largest layer.
+    """
+
+    def __init__(self, schedule: Schedule, layout: Layout) -> None:
+        self.schedule, self.layout = schedule, layout
+        self.window = window = Window(schedule, layout)
+        self.arrays = window.arrays(dict.fromkeys(window.pattern.names, 0.0))
+        shares = {name: shares_of(pair) for name, pair in layout.graphs.items() if pair.forward.repeats}
+        memory = activation_memory(window.pattern, layout, shares)
+        self.kept, self.recomputed = (
+            ActivationMemory(window.per_place(each.alloc), window.per_place(each.free)) for each in memory
+        )
+        kept = {name: sum(share for share, source in parts.values() if not source) for name, parts in shares.items()}
+        self.peaks, self.layer = (
+            [peak_layers(slots, layout, kept) for slots in schedule],
+            max(kept.values(), default=0.0),
+        )
+        self.queues = self.arrays.queues()
+        self.after = Precedence(window, self.arrays, schedule, layout, *memory)
+        self.readers: list[list[int]] = [[] for _ in self.after.needs]
+        for place, needs in enumerate(self.after.needs):
+            for need in needs:
+                self.readers[need].append(place)
+
+
+_remembered: deque[_Precedences] = deque(maxlen=REMEMBERED)
+
+
+def _precedences(schedule: Schedule, layout: Layout) -> _Precedences:
+    """Returns the precedences of a window, remembered for equal ones."""
+    for known in tuple(_remembered):
+        if known.schedule == schedule and known.layout == layout:
+            return known
+    made = _Precedences(schedule, layout)
+    _remembered.append(made)
+    return made
+
+
 class ListScheduler:
     """A window, ready to be ordered many times.
 
@@ -81,23 +136,12 @@ class ListScheduler:
     """
 
     def __init__(self, schedule: Schedule, layout: Layout, times: Times, extra_live_layers: int) -> None:
-        self.window = window = Window(schedule, layout)
-        self.arrays = window.arrays(times)
-        shares = {name: shares_of(pair) for name, pair in layout.graphs.items() if pair.forward.repeats}
-        memory = activation_memory(window.pattern, layout, shares)
-        self.kept, self.recomputed = (
-            ActivationMemory(window.per_place(each.alloc), window.per_place(each.free)) for each in memory
-        )
-        kept = {name: sum(share for share, source in parts.values() if not source) for name, parts in shares.items()}
-        extra = extra_live_layers * max(kept.values(), default=0.0) + SLACK
-        self.limits = [peak_layers(slots, layout, kept) + extra for slots in schedule]
-        self._queues = self.arrays.queues()
-        self._after = Precedence(window, self.arrays, schedule, layout, *memory)
-        self.needs = self._after.needs
-        self.readers: list[list[int]] = [[] for _ in self.needs]
-        for place, needs in enumerate(self.needs):
-            for need in needs:
-                self.readers[need].append(place)
+        known = _precedences(schedule, layout)
+        self.window, self.kept, self.recomputed = known.window, known.kept, known.recomputed
+        self.arrays = replace(known.arrays, seconds=known.window.seconds(times))
+        self.limits = [peak + extra_live_layers * known.layer + SLACK for peak in known.peaks]
+        self.needs, self.readers = known.after.needs, known.readers
+        self._queues, self._after = known.queues, known.after
 
     def issue(self, priority: Priority, sync_points: SyncPoints = (), deferred: int | None = None) -> OrderedWindow:
         """The window in the order of issue, rank by rank."""

@@ -367,8 +367,6 @@ class Window:
         """The window for given times, with or without its traffic. Raises KeyError for an operator without a time."""
         pattern, at = self.pattern, self.at
         numbers = self._numbers()
-        operators = zip(pattern.names, pattern.operators, strict=True)
-        seconds = [0.0 if op.receives else times[name] for name, op in operators]
         needs: list[list[int]] = []
         for made in self.passes:
             places = at[made.microbatch]
@@ -382,7 +380,7 @@ class Window:
         entries += [numbers.setdefault(step.name, len(numbers)) for step in moving]
         return WindowArrays(
             self.per_place(pattern.streams) + [STREAMS.index(step.op.kind) for step in moving],
-            self.per_place(seconds) + [times[step.name] for step in moving],
+            self.seconds(times) + [times[step.name] for step in moving],
             needs,
             entries,
             list(numbers),
@@ -390,6 +388,11 @@ class Window:
             self.per_place(pattern.lanes) + [0] * len(moving),
             self._size_sources() + [NONE] * len(moving),
         )
+
+    def seconds(self, times: Times) -> list[float]:
+        """The time of each place, without traffic. Raises KeyError for an operator without a time."""
+        operators = zip(self.pattern.names, self.pattern.operators, strict=True)
+        return self.per_place([0.0 if op.receives else times[name] for name, op in operators])
 
     def _size_sources(self) -> list[int]:
         """The size source of each place."""
