@@ -97,6 +97,7 @@ class Passes:
         entries = (op for pair in layout.graphs.values() for _, op in pair.entries())
         self._ahead = max((op.ahead for op in entries), default=0)  # units
         self._more = self._largest_layer() if two_strands else 0
+        self._begins_forward = two_strands or layout.num_ranks > 1  # see `planning.plan.block_plan.sequential`
 
     def peak(self, slots: Iterable[Slot]) -> Peak:
         """Returns the peak of a rank's slots, gradients apart."""
@@ -151,8 +152,9 @@ class Passes:
         units, chunks = self._layout.units, self._layout.chunks
         entering = [(units[unit], "F") for unit in chunks[forward]] if forward is not None else []
         leaving = [(units[unit], backward[1]) for unit in chunks[backward[0]]][::-1] if backward is not None else []
+        pairs = zip_longest(entering, leaving) if self._begins_forward else zip_longest(leaving, entering)
         found: list[_Pass] = []
-        for turn in (each for pair in zip_longest(entering, leaving) for each in pair if each):
+        for turn in (each for pair in pairs for each in pair if each):
             change = self._through(*turn)
             if found and not (found[-1].is_transfer or change.is_transfer or change.gathered):
                 found[-1] = found[-1].then(change)

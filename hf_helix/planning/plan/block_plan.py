@@ -238,16 +238,19 @@ def _problem(
 
 
 def sequential(forward: Graph | None, backward: Graph | None, profile: Profile) -> Order:
-    """Returns an order with a strand at a time, in canonical order, each with a barrier at its end.
+    """Returns an order with a strand at a time, in canonical order, each with a barrier at its end. Backward frees a
+    unit's activations, so it goes before forward, which keeps as many; but in a pipeline, where its gradient arrives later
+    than the input of forward, and windows were predicted 2 % longer.
 
     As in Megatron-LM, a single overlap: the weight gradient of a column-parallel linear with the reduce-scatter after
     its input gradient.
 
     Args:
         forward, backward: the graphs of the block; None if a strand is absent.
-        profile: unused.
+        profile: has the number of pipeline ranks.
     """
-    strands = (entries(forward, None), entries(None, backward))
+    strands = entries(None, backward), entries(forward, None)
+    strands = strands if profile.layout.num_ranks == 1 else strands[::-1]
     return tuple(entry for strand in strands if strand for entry in (*strand, BARRIER))
 
 

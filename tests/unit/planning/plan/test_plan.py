@@ -62,7 +62,7 @@ def letters(rule: str, forward: Graph | None, backward: Graph | None) -> str:
 
 
 def test_sequential_runs_one_strand_after_the_other_and_round_robin_both_in_turn():
-    assert letters("sequential", LAYER.forward, LAYER.backward) == "F" * 6 + "|" + "B" * 8 + "|"
+    assert letters("sequential", LAYER.forward, LAYER.backward) == "B" * 8 + "|" + "F" * 6 + "|"
     assert letters("sequential", LAYER.forward, None) == "F" * 6 + "|"
     assert letters("sequential", None, LAYER.backward) == "B" * 8 + "|"
     assert letters("round_robin", LAYER.forward, LAYER.backward) == "FB" * 6 + "BB"

@@ -67,7 +67,7 @@ def test_barriers_stay_where_the_plan_has_them():
     visits = [{(i.microbatch, i.unit, i.operator.part is Part.F) for i in run} for run in runs]
     assert all(len(visit) == 1 for visit in visits)
     assert [f"{k}{'F' if forward else 'B'}{unit}" for ((k, unit, forward),) in visits] == (
-        ["0F0", "0F1", "0F2", "1F0", "0B2", "1F1", "1F2", "0B1", "0B0", "1B2", "1B1", "1B0"]
+        ["0F0", "0F1", "0F2", "0B2", "1F0", "1F1", "0B1", "1F2", "0B0", "1B2", "1B1", "1B0"]
     )
 
 
