@@ -239,8 +239,8 @@ def _problem(
 
 def sequential(forward: Graph | None, backward: Graph | None, profile: Profile) -> Order:
     """Returns an order with a strand at a time, in canonical order, each with a barrier at its end. Backward frees a
-    unit's activations, so it goes before forward, which keeps as many; but in a pipeline, where its gradient arrives later
-    than the input of forward, and windows were predicted 2 % longer.
+    unit's activations, so it goes before forward, which keeps as many. In a pipeline forward goes first: its input
+    arrives before the gradient, and a window with backward first was predicted 2 % longer.
 
     As in Megatron-LM, a single overlap: the weight gradient of a column-parallel linear with the reduce-scatter after
     its input gradient.
