@@ -1,8 +1,8 @@
 """Memory of windows, in counted bytes: what two strands keep, and what is predicted from single operators and kept to.
 
-On one stage, two strands keep at most the activations of one strand and of one more layer, and a quarter of a layer
-that the second strand has at work. Of pipelines it is memory parity (paper, section 6.5): the fold against one strand
-of 1F1B.
+On one stage, two strands keep at most the activations of one strand and of two more layers: one between the strands,
+and the one that the second has at work. Of pipelines it is memory parity (paper, section 6.5): the fold against one
+strand of 1F1B.
 
 1F1B's first rank holds P micro-batches of its layers, a rank of the fold as many of both its chunks. Each strand also
 has a layer at work, with gradients and transfers on the way, so the second strand may take one layer and as much of
@@ -80,7 +80,7 @@ def test_two_strands_on_one_stage(peaks: Any) -> None:
     )
     layer = (one_strand - few) / 2
     assert layer > 0.05 * one_strand
-    assert two_strands <= one_strand + 1.25 * layer
+    assert two_strands <= one_strand + 2 * layer
 
 
 # -- the memory of schedules as a run measures it --
