@@ -158,11 +158,10 @@ class WindowClock:
         self._limit, self._plan, self._reduces = limit, plan, reduces
         self._has_few_layers, self._is_coarse = fidelity is Fidelity.QUICK and not is_coarse, is_coarse
         self._made: dict[tuple[int, int, int], tuple[Planned, Prediction]] = {}
-        ends_soon = known is not None and _ends_soon(known[1])
-        self._may_defer = known is not None and not ends_soon  # otherwise a window without deferring tells
-        self._known = known[1] if known is not None and ends_soon else None
-        if known is not None and ends_soon:
-            self._plan = known[0]
+        self._known: WindowTime | None = None
+        self._may_defer = known is not None and not _ends_soon(known[1])  # otherwise a window without deferring tells
+        if known is not None and not self._may_defer:
+            self._plan, self._known = known
 
     @functools.cached_property
     def _costs(self) -> Costs:

@@ -95,10 +95,8 @@ class _Precedences:
             ActivationMemory(window.per_place(each.alloc), window.per_place(each.free)) for each in memory
         )
         kept = {name: sum(share for share, source in parts.values() if not source) for name, parts in shares.items()}
-        self.peaks, self.layer = (
-            [peak_layers(slots, layout, kept) for slots in schedule],
-            max(kept.values(), default=0.0),
-        )
+        self.peaks = [peak_layers(slots, layout, kept) for slots in schedule]
+        self.layer = max(kept.values(), default=0.0)
         self.queues = self.arrays.queues()
         self.after = Precedence(window, self.arrays, schedule, layout, *memory)
         self.readers: list[list[int]] = [[] for _ in self.after.needs]

@@ -173,8 +173,8 @@ def test_the_model_is_as_before():
     ],
 )
 def test_a_rank_that_was_cut_before_counts_other_micro_batches_as_a_new_one(options: dict[str, Any]):
-    model_type = options.pop("model_type", "llama")
-    model, config = on_meta(model_type), HelixConfig(**options)
+    model = on_meta(options.get("model_type", "llama"))
+    config = HelixConfig(**{name: value for name, value in options.items() if name != "model_type"})
     run: dict[str, Any] = {"autocast_dtype": torch.bfloat16, "dp_size": 4}
     kinds = replace(kinds_of(model), halved=())
     rank = CutRank(model, config, kinds, **run)
