@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from hf_helix.doctor.simulated import SimulatedModel
     from hf_helix.doctor.step import Step
 
+FROZEN = 2  # bytes of a frozen element, in the type of most checkpoints
+
 
 @dataclass(kw_only=True)
 class DoctorCommand(OnCluster):
@@ -282,6 +284,8 @@ class DoctorCommand(OnCluster):
             other = replace(self, **change)
             try:
                 cluster = other.scaled_cluster()
+                if "lora_r" in change and simulated.facts.trained * FROZEN > cluster.devices * cluster.device.memory:
+                    continue
                 model = other.simulated_model(cluster) if "lora_r" in change else simulated.on(cluster)
                 steps = other._search(model, cluster, tokens, leading=0).steps
             except ValueError:  # such as no network to further devices

@@ -6,7 +6,8 @@ counting      counts a model on the meta device
 amounts/      the amounts of operators, counted on the meta device
 estimate      amounts and a cluster -> a profile
 traffic       gradient reductions and gathers of weights, and their times
-window        the seconds of a window, whole or, for a search, with few layers
+edges         what a rank waits for before and after its work in a window
+window        the seconds of a window, whole or, for a search, with few layers of one rank
 memory        the memory of a rank, by part: of weights, of states, and the peak of a window
 step          an optimizer step: time, throughput, memory
 exactness     the error of predictions of published runs, by kind

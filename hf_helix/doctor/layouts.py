@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 from hf_helix.config import AUTO, OFFLOAD, RECOMPUTE, REDUCE_GRADIENTS
 from hf_helix.doctor.amounts.larger import larger_amounts
+from hf_helix.doctor.amounts.records import GRADIENT, PARAMETER, Amounts
 from hf_helix.doctor.case import Case
-from hf_helix.doctor.estimate import estimate_profile
 from hf_helix.doctor.memory import needs_text
 from hf_helix.doctor.processes import in_processes
 from hf_helix.doctor.rivals import RIVALS, RivalStep, rival_cases, simulate_rival
@@ -30,9 +30,11 @@ from hf_helix.doctor.step import (
     bound_step,
     detailed_step,
     even_counts,
+    held_bytes,
     layout_of,
     memory_of_case,
     peaks_of_case,
+    peaks_of_plan,
     simulate_step,
     usual_counts,
 )
@@ -45,7 +47,7 @@ from hf_helix.planning.schedule.named import FOLDED, NAMED_SCHEDULES
 from hf_helix.planning.schedule.placement import split_layers, stage_ranks
 from hf_helix.planning.timing.cluster import Cluster, divisors
 from hf_helix.planning.timing.sizes import Sizes, is_named
-from hf_helix.planning.window.layout import named_operators
+from hf_helix.planning.window.layout import Layout
 
 T = TypeVar("T")
 
@@ -58,6 +60,7 @@ OFF = 0.1  # largest relative difference between the tokens of a step and the re
 WIDEST = 8  # most ranks of tensor parallelism over several nodes of few devices
 ONE_STRAND = "sequential"
 CLOSE = 0.05  # of a step: predictions nearer to each other are too close to tell which is faster
+ALIKE = 0.01  # of a step: the error of a quick prediction
 HEADROOM = 0.05  # of a device's memory: the error of a prediction
 
 NEGLIGIBLE = 0.001  # of a step: no way is tried that could save less
@@ -131,6 +134,16 @@ class _Found:
     best: Step | Dropped
     is_scarce: bool
 
+    @property
+    def step(self) -> Step | None:
+        """The fastest fitting case."""
+        return self.best if isinstance(self.best, Step) else None
+
+
+def _speed(step: Step | None) -> float:
+    """Returns the tokens a second of a step; 0 of none."""
+    return 0.0 if step is None else step.tokens_per_second
+
 
 def open_bounds(steps: Iterable[Step], leading: Sequence[Step]) -> Iterator[Step]:
     """Yields the bounds among the steps that leading steps, of `ranked`, depend on: these themselves, and bounds of the
@@ -194,6 +207,7 @@ class Search:
     offloads: Mapping[str, bool] = field(default_factory=dict)
     _peaks: dict[Case, list[Peak]] = field(default_factory=dict)
     _gains: dict[Case, float] = field(default_factory=dict)
+    _mosts: dict[Case, float] = field(default_factory=dict)
     _leaders: Leaders | None = None
 
     def run(self) -> Ranking:
@@ -227,13 +241,21 @@ class Search:
         self, candidates: Sequence[Sizes], rivals: Sequence[str] = ()
     ) -> tuple[list[Step], list[Dropped], list[RivalStep]]:
         """Returns a step for each layout that fits, below `Fidelity.TIMED`; the other layouts; and the rivals."""
-        pieces = [*self._promising(candidates), *rivals]
+        pieces = [*([] if self._holds_never() else self._promising(candidates)), *rivals]
         made = [*self._told(SIMULATING, self._in_processes(self._answered, pieces), len(pieces))]
-        return (
-            [each for each in made if isinstance(each, Step)],
-            [each for each in made if isinstance(each, Dropped)],
-            [each for each in made if isinstance(each, RivalStep)],
-        )
+        dropped = [each for each in made if isinstance(each, Dropped)]
+        if reason := self._holds_never():
+            dropped += [Dropped(self.usual.changed(sizes), reason) for sizes in candidates]
+        rivaling = [each for each in made if isinstance(each, RivalStep)]
+        return [each for each in made if isinstance(each, Step)], dropped, rivaling
+
+    def _holds_never(self) -> str:
+        """Returns why no layout fits, if the devices together hold no weights, gradients and states: nothing is
+        counted then."""
+        element = GRADIENT if self.usual.config.offload else PARAMETER + GRADIENT + self.usual.state_bytes
+        held, budget = self.model.facts.trained * element / self.cluster.devices, self.cluster.device.memory
+        what = "gradients" if self.usual.config.offload else "weights, gradients and states"
+        return needs_text(held, budget, f"for {what} alone, if all devices share these") if held > budget else ""
 
     def _on_host(self, offload: str | None) -> Search:
         """Returns the search of layouts with states or weights on the host."""
@@ -355,6 +377,28 @@ class Search:
         return replace(self._on_host(bound.case.config.offload), _leaders=None)._best(bound.case.sizes)
 
     def _exact(self, quick: Step) -> Step | Dropped:
+        """Returns a step at higher fidelity. Whether a pipeline whose layers do not communicate is faster with one
+        strand or with two is too close to tell before: the other is timed as well if the first is slower than
+        expected."""
+        found, case = self._exact_way(quick), quick.case
+        is_pipeline = case.sizes.pp > 1 and not communicates_in_layers(case.sizes)
+        speed = found.tokens_per_second if isinstance(found, Step) else 0.0
+        if not is_pipeline or self._is_one_strand or speed >= (1 - ALIKE) * self._possible(quick):
+            return found
+        plans = {ONE_STRAND, self.usual.config.plan} - {case.config.plan}
+        way = replace(self._on_host(case.config.offload), _leaders=None)
+        other = way._fastest(case.sizes, plans.pop()).step
+        if other is None or (1 + ALIKE) * other.tokens_per_second < quick.tokens_per_second:
+            return found
+        made = [each for each in (found, self._exact_way(other)) if isinstance(each, Step)]
+        return max(made, key=_speed, default=found)
+
+    @property
+    def _is_one_strand(self) -> bool:
+        """Whether no plan of two strands is looked at."""
+        return self.usual.config.plan == ONE_STRAND
+
+    def _exact_way(self, quick: Step) -> Step | Dropped:
         """Returns a step at higher fidelity, without `shard_optimizer` and with layers cut between stages if the step
         then fits and is faster.
 
@@ -380,10 +424,11 @@ class Search:
             cut = self._with_cut_layers(found)
             if cut is not None and cut.tokens_per_second > min(found.tokens_per_second, self._most(case)):
                 return cut
-            step = self._simulated(case, Fidelity.TIMED, found.planned)
-            if step.memory.total <= budget:
+            needed, peaks = self._needed(case)
+            if needed <= budget:
+                step = self._simulated(case, Fidelity.TIMED, found.planned, peaks)
                 return step if cut is None else max(step, cut, key=lambda each: each.tokens_per_second)
-            needed, seemed = step.memory.total, self._memory(case)
+            seemed = self._memory(case)
             allowed = min(0.99 * allowed, min(0.99, budget / needed) * seemed)
             device = replace(self.cluster.device, memory=allowed)
             smaller = replace(self.cluster, device=device)
@@ -415,7 +460,7 @@ class Search:
         except ValueError:
             return None
         bound = bound_step(self.model.amounts(case), case, self.cluster)
-        return replace(bound, window=case.tokens / self._most_of_sizes(case))
+        return replace(bound, window=case.tokens / self._most_of_sizes(case) - bound.optimizer)
 
     def _fits_saving(self, case: Case) -> bool:
         """Returns whether a case fits with nothing recomputed or with layers."""
@@ -424,88 +469,84 @@ class Search:
         return any(self._memory(saving.changed(recompute=mode)) <= self.cluster.device.memory for mode in modes)
 
     def _best_way(self, sizes: Sizes) -> Step | Dropped:
-        fastest = self._fastest_of_strands(sizes)
-        full = fastest.best
-        if not fastest.is_scarce or sizes.pp > 1 or not sizes.spread():
-            return full
-        sharded = self._fastest_of_strands(sizes, full, shard_parameters=True).best
-        if isinstance(sharded, Dropped) or isinstance(full, Dropped):
-            return full if isinstance(sharded, Dropped) and isinstance(full, Step) else sharded
-        return max(full, sharded, key=lambda step: step.tokens_per_second)
+        full = self._fastest_of_strands(sizes)
+        if not full.is_scarce or sizes.pp > 1 or not sizes.spread():
+            return full.best
+        return self._fastest_of_strands(sizes, full.step, shard_parameters=True).best
 
-    def _fastest_of_strands(
-        self, sizes: Sizes, other: Step | Dropped | None = None, shard_parameters: bool = False
-    ) -> _Found:
-        """Returns the fastest fitting case, with two strands or one.
+    def _fastest_of_strands(self, sizes: Sizes, known: Step | None = None, shard_parameters: bool = False) -> _Found:
+        """Returns the fastest fitting case, with two strands or one; `known` if none is faster.
 
         Two strands hold one layer's activations more. So one strand is taken if two have nothing to hide, and tried if
         two need recomputation or do not fit.
         """
         plan = self.usual.config.plan
-        if plan == ONE_STRAND or not (sends_in_windows(sizes) or shard_parameters):
-            return self._fastest(sizes, ONE_STRAND, other, shard_parameters)
-        two = self._fastest(sizes, plan, other, shard_parameters)
-        if isinstance(two.best, Step) and (two.best.case.recompute == "none" or self._leads_never(two.best.case)):
+        if self._is_one_strand or not (sends_in_windows(sizes) or shard_parameters):
+            return self._fastest(sizes, ONE_STRAND, known, shard_parameters)
+        two = self._fastest(sizes, plan, known, shard_parameters)
+        if two.step is not None and (two.step.case.recompute == "none" or self._leads_never(two.step.case)):
             return two
-        one = self._fastest(sizes, ONE_STRAND, two.best if isinstance(two.best, Step) else other, shard_parameters)
-        if isinstance(one.best, Dropped):
-            return two if isinstance(two.best, Step) else one
-        if isinstance(two.best, Step) and two.best.tokens_per_second >= one.best.tokens_per_second:
-            return two
-        return one
+        return self._fastest(sizes, ONE_STRAND, two.step or known, shard_parameters)
 
     def _microbatches(self, sizes: Sizes, batch: int) -> int:
         """Returns the number of micro-batches of `batch` sequences nearest to the requested tokens, for a data-parallel
         rank. Raises ValueError if no number is within `off` of the requested tokens."""
-        length = self.usual.length
-        each = sizes.dp * batch * length
-        count = max(1, round(self.batch_tokens / each))
+        each = sizes.dp * batch * self.usual.length
+        count = self._nearest(each)
         if abs(count * each - self.batch_tokens) > self.off * self.batch_tokens:
             raise ValueError(
-                f"{sizes.dp} data-parallel ranks take {sizes.dp * length:,} tokens at a time; no step comes near "
+                f"{sizes.dp} data-parallel ranks take {each // batch:,} tokens at a time; no step comes near "
                 f"{self.batch_tokens:,}"
             )
         return count
 
-    def _fastest(
-        self, sizes: Sizes, plan: str, other: Step | Dropped | None = None, shard_parameters: bool = False
-    ) -> _Found:
-        """Returns the fastest fitting case of a plan, over the sizes of micro-batches; cases with longer gathers than
-        the whole step of `other`, the best case so far, are dropped early."""
-        best: Step | None = None
-        last: Dropped | None = None
+    def _nearest(self, each: int) -> int:
+        """Returns the number of micro-batches of `each` tokens in all nearest to the requested tokens."""
+        return max(1, round(self.batch_tokens / each))
+
+    def _of_batch(self, case: Case, batch: int) -> Case:
+        """Returns a case with micro-batches of `batch` sequences, for a bound: also if no number of these is near the
+        requested tokens."""
+        return replace(case, batch=batch, microbatches=self._nearest(case.sizes.dp * batch * case.length))
+
+    def _fastest(self, sizes: Sizes, plan: str, known: Step | None = None, shard_parameters: bool = False) -> _Found:
+        """Returns the fastest fitting case of a plan, over the sizes of micro-batches; `known` if none is faster.
+
+        Only cases whose bounds are above the fastest so far are predicted. Larger micro-batches are looked at while
+        their ceiling, from the amounts of the size before, is above it, and while they are faster than smaller ones.
+        """
+        best, last, high = known, Dropped(self.usual.changed(sizes, plan=plan), ""), 0.0
+        smaller: Sequence[Case] = ()  # the fitting cases of the largest micro-batches so far
+        most, is_scarce = self._most_of_layout(sizes), False
         for batch in self.batches:
             case = self.usual.changed(sizes, batch=batch, plan=plan, shard_parameters=shard_parameters)
+            if smaller:
+                most = max(self._ceiling(each, [batch]) for each in smaller)
+            if best is not None and most <= max(_speed(best), self._least_of_leading(case)):
+                continue
             try:
                 check_sizes(sizes, case.length, self.model.layers, self.model.experts, case.config.schedule)
                 case = replace(case, microbatches=self._microbatches(sizes, batch))
             except ValueError as error:  # larger micro-batches come near less often
-                last = last or Dropped(case, str(error))
+                last = last if last.reason else Dropped(case, str(error))
                 continue
-            if isinstance(other, Step) and self._gather_seconds(case) * other.tokens_per_second > case.tokens:
-                last = last or Dropped(case, "its weights take longer to gather than another way takes in all")
-                continue
-            if best is not None and self._is_slower(case, best):
-                break
             try:
-                cases = self._with_slices(self._fitting(case, best.case if best is not None else None))
+                smaller = self._fitting(case, smaller[-1] if smaller else None)
             except ValueError as error:  # larger micro-batches need more memory
-                return _Found(best or Dropped(case, str(error)), True)
-            before = best
-            for each in cases[::-1]:  # those with slices of the vocabulary, which are mostly faster, first
-                step = self._quick(each, best)
-                best = step if best is None or step.tokens_per_second > best.tokens_per_second else best
-            if best is before:
+                last, is_scarce = Dropped(case, str(error)), True
                 break
+            before, value = best, 0.0
+            for bound in sorted(map(self._bound, self._with_slices(smaller)), key=_speed, reverse=True):
+                step = self._quick(bound) if _speed(bound) > _speed(best) else bound
+                value = max(value, _speed(step))
+                best = max(best or step, step, key=_speed)
+            if best is before and value <= high:
+                break
+            high = value
         if best is None:
-            assert last is not None
-            return _Found(last, False)
-        return _Found(best, best.case.recompute != "none" and not self._leads_never(best.case))
-
-    def _is_slower(self, case: Case, best: Step) -> bool:
-        """Returns whether a case cannot be faster than `best`, a case of smaller micro-batches that recompute no more,
-        or cannot be among the leading steps; without counting it."""
-        return self._ceiling(best.case, case.batch) <= max(self._least_of_leading(case), best.tokens_per_second)
+            return _Found(last, is_scarce)
+        is_slowed = best.case.recompute != "none" and not self._leads_never(best.case)
+        return _Found(best, is_slowed or (is_scarce and most > best.tokens_per_second))
 
     def _leads_never(self, case: Case) -> bool:
         """Returns whether no micro-batches of a case's sizes are among the leading steps, whatever they recompute."""
@@ -513,32 +554,64 @@ class Search:
 
     def _most_of_sizes(self, case: Case) -> float:
         """Returns the most tokens a second of a case's sizes, with any micro-batches and whatever is recomputed."""
-        least = replace(case, batch=self.batches[0]).changed(recompute="none", spread_vocabulary=False)
-        return self._ceiling(least, self.batches[-1])
+        plain = self._plain(case)
+        if plain not in self._mosts:
+            self._mosts[plain] = self._ceiling(plain, self.batches)
+        return self._mosts[plain]
 
-    def _ceiling(self, case: Case, batch: int) -> float:
-        """Returns the most tokens a second of a case with larger micro-batches, by its own amounts."""
-        amounts = larger_amounts(self.model.amounts(case), batch / case.batch)
-        return bound_step(amounts, replace(case, batch=batch), self.cluster).tokens_per_second
+    def _plain(self, case: Case) -> Case:
+        """Returns the case of the same sizes with the smallest micro-batches and nothing that saves memory but an
+        offload, the first case that is counted."""
+        usual = self.usual.config
+        plain = self._of_batch(case, self.batches[0])
+        return plain.changed(
+            recompute="none", spread_vocabulary=False, shard_parameters=False, reduce_gradients=usual.reduce_gradients
+        )
+
+    def _most_of_layout(self, sizes: Sizes) -> float:
+        """Returns the most tokens a second of some parallel sizes; infinity if it is not known."""
+        try:
+            return self._most_of_sizes(self._smallest(sizes))
+        except ValueError:
+            return math.inf
+
+    def _ceiling(self, case: Case, batches: Sequence[int]) -> float:
+        """Returns the most tokens a second of a case with micro-batches of any of these sizes, none smaller than its
+        own, by its own amounts; 0 for no size."""
+        most = 0.0
+        for batch in batches:
+            amounts = larger_amounts(self.model.amounts(case), batch / case.batch)
+            most = max(most, bound_step(amounts, self._of_batch(case, batch), self.cluster).tokens_per_second)
+        return most
 
     def _least_of_leading(self, case: Case) -> float:
         """Returns the speed below which a case is not among the leading steps; 0 if it is shown all the same."""
         is_shown = is_plain(case) or self._is_asked(case.sizes)
         return 0.0 if self._leaders is None or is_shown else self._leaders.least
 
-    def _quick(self, case: Case, best: Step | None) -> Step:
-        """Returns the step of a case at `Fidelity.QUICK`; at `Fidelity.BOUND` if the case cannot be faster than `best`,
-        the best so far of its sizes, or cannot be among the leading steps."""
-        amounts, leading = self.model.amounts(case), self._least_of_leading(case)
-        mine = 0.0 if best is None else best.tokens_per_second
-        for least, split in ((max(leading, mine), False), (mine, True)):
-            bound = bound_step(amounts, case, self.cluster, split)
-            if bound.tokens_per_second <= least:
-                return bound
+    def _bound(self, case: Case) -> Step:
+        """Returns the bound of a case with its layers on the stages as they are."""
+        return bound_step(self.model.amounts(case), case, self.cluster, split=True)
+
+    def _quick(self, bound: Step) -> Step:
+        """Returns the step of a bound's case at `Fidelity.QUICK`; a bound of all numbers of layers on the stages if no
+        step of the case can be among the leading steps."""
+        case, leading = bound.case, self._least_of_leading(bound.case)
+        if leading:
+            even = bound_step(self.model.amounts(case), case, self.cluster)
+            if even.tokens_per_second <= leading:
+                return even
         return self._simulated(case, Fidelity.QUICK)
 
-    def _simulated(self, case: Case, fidelity: Fidelity, known: tuple[Plan, WindowTime] | None = None) -> Step:
-        return simulate_step(self.model.amounts(case), case, self.cluster, fidelity, self.model.of_window(case), known)
+    def _simulated(
+        self,
+        case: Case,
+        fidelity: Fidelity,
+        known: tuple[Plan, WindowTime] | None = None,
+        peaks: Sequence[Peak] | None = None,
+    ) -> Step:
+        amounts, of_window = self.model.amounts(case), self.model.of_window(case)
+        return simulate_step(amounts, case, self.cluster, fidelity, of_window, known, peaks)
 
     def _is_asked(self, sizes: Sizes) -> bool:
         return is_named(sizes, self.layout)
@@ -567,10 +640,16 @@ class Search:
         case = case.changed(layers_per_stage=even_counts(amounts, case, self.cluster))
         if case.config.layers_per_stage == usual:
             return None
-        cut = self._simulated(case, Fidelity.TIMED)
-        return cut if cut.memory.total <= self.cluster.device.memory else None
+        needed, peaks = self._needed(case)
+        return self._simulated(case, Fidelity.TIMED, None, peaks) if needed <= self.cluster.device.memory else None
 
-    def _with_slices(self, cases: list[Case]) -> list[Case]:
+    def _needed(self, case: Case) -> tuple[float, list[Peak]]:
+        """Returns the bytes that the fullest rank needs by its programs, and the peaks of all ranks."""
+        amounts = self.model.amounts(case)
+        peaks = peaks_of_plan(amounts, case, self.cluster)
+        return memory_of_case(amounts, case, layout_of(amounts, case), peaks).total, peaks
+
+    def _with_slices(self, cases: Sequence[Case]) -> list[Case]:
         """Returns the cases, and those with slices of the vocabulary for every pipeline rank that fit, if the rank with
         all of the vocabulary has more than its share of the work."""
         found = list(cases)
@@ -587,16 +666,6 @@ class Search:
                 if max(loads) * len(loads) > UNEVEN * sum(loads) and self._memory(spread) <= self.cluster.device.memory:
                     found.append(spread)
         return found
-
-    def _gather_seconds(self, case: Case) -> float:
-        """Returns the largest seconds of weight gathers of a rank in a window."""
-        amounts = self.model.amounts(replace(case, batch=BATCHES[0]))
-        layout = layout_of(amounts, case)
-        profile, ahead = estimate_profile(amounts, layout, case, self.cluster), dict.fromkeys(layout.units, 0.0)
-        for name, op in named_operators(layout):
-            ahead[name[0]] += profile.times[name] if op.ahead else 0.0
-        units = (layout.units_of(rank) for rank in range(layout.num_ranks))
-        return case.microbatches * max(sum(ahead[layout.units[unit]] for unit in mine) for mine in units)
 
     def rival(self, name: str) -> RivalStep | None:
         """Returns a rival over all devices with the fastest micro-batch; if nothing fits, with the least memory."""
@@ -642,6 +711,9 @@ class Search:
         more waiting, follows only if nothing fits on the fold. Raises ValueError if the model cannot be cut to these
         sizes, or does not fit."""
         shards = (True, False) if _shards_optimizer(case) else (False,)
+        held = held_bytes(self.model.amounts(self._plain(case)), case.changed(shard_optimizer=shards[0]))
+        if held > self.cluster.device.memory:
+            raise ValueError(needs_text(held, self.cluster.device.memory, "for weights, gradients and states alone"))
         modes: Sequence[str] = (*RECOMPUTE, OFFLOAD) if case.config.offload else RECOMPUTE
         modes = modes[modes.index(smaller.recompute) :] if smaller is not None else modes
         reductions = (
@@ -654,7 +726,7 @@ class Search:
                 break
             of_schedule = case.changed(schedule=schedule, reduce_gradients=reduction)
             ways = [of_schedule.changed(recompute=mode, shard_optimizer=shard) for mode in modes for shard in shards]
-            found = self._first_fitting(ways, smaller is None)
+            found = self._first_fitting(ways)
             if found is not None:
                 fitting.append(found)
                 modes = modes[: modes.index(found.recompute)]
@@ -670,14 +742,9 @@ class Search:
             return (case.config.schedule,)
         return (AUTO, *(FOLDED if self.model.amounts(case).model.tied else NAMED_SCHEDULES))
 
-    def _first_fitting(self, ways: Sequence[Case], is_smallest: bool) -> Case | None:
+    def _first_fitting(self, ways: Sequence[Case]) -> Case | None:
         """Returns the first case that fits; None if none does."""
-        budget = self.cluster.device.memory
-        # Counting a mode takes time. Most layouts that do not fit fail with the smallest micro-batches under every
-        # mode; larger micro-batches mostly fit under the mode of the smaller.
-        if is_smallest and self._memory(ways[0]) > budget and self._least(ways) > budget:
-            return None
-        return next((way for way in ways if self._memory(way) <= budget), None)
+        return next((way for way in ways if self._memory(way) <= self.cluster.device.memory), None)
 
     def _least(self, ways: Sequence[Case]) -> float:
         """Returns the least memory of the cases with the most recomputation."""
@@ -687,11 +754,16 @@ class Search:
         named = possible_names(case.config.schedule, case.sizes.pp, case.config.spread_vocabulary)
         if len(named) > 1:
             return max(self._memory(case.changed(schedule=each)) for each in named)
-        amounts, whole = self.model.amounts(case), case.changed(shard_optimizer=False)
+        amounts = self.model.amounts(case)
         layout = layout_of(amounts, case)
+        return memory_of_case(amounts, case, layout, self._peaks_of(case, amounts, layout)).total
+
+    def _peaks_of(self, case: Case, amounts: Amounts, layout: Layout) -> list[Peak]:
+        """Returns the peak memory of each rank, found once for both values of `shard_optimizer`."""
+        whole = case.changed(shard_optimizer=False)
         if whole not in self._peaks:
             self._peaks[whole] = peaks_of_case(amounts, case, layout)
-        return memory_of_case(amounts, case, layout, self._peaks[whole]).total
+        return self._peaks[whole]
 
 
 def _shards_optimizer(case: Case) -> bool:
@@ -730,7 +802,12 @@ def check_sizes(sizes: Sizes, length: int, layers: int, experts: int = 1, schedu
 def sends_in_windows(sizes: Sizes) -> bool:
     """Returns whether micro-batches communicate in ways a second strand could hide. One strand hides prefetches and
     communication once in a window as well."""
-    return sizes.tp > 1 or sizes.cp > 1 or sizes.pp > 1 or sizes.ep > 1
+    return sizes.pp > 1 or communicates_in_layers(sizes)
+
+
+def communicates_in_layers(sizes: Sizes) -> bool:
+    """Returns whether layers have collectives."""
+    return sizes.tp > 1 or sizes.cp > 1 or sizes.ep > 1
 
 
 def layouts(cluster: Cluster, with_experts: bool = False) -> Iterator[Sizes]:

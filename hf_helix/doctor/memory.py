@@ -61,10 +61,16 @@ def bytes_text(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
-def needs_text(needed: float, budget: float) -> str:
-    """Returns why bytes do not fit."""
+def needs_text(needed: float, budget: float, least: str = "with all that saves memory") -> str:
+    """Returns why bytes do not fit.
+
+    Args:
+        needed: the bytes.
+        budget: the bytes of a device.
+        least: what they are for, or what saves memory.
+    """
     more = f", {bytes_text(needed - budget)} too much" if bytes_text(needed) == bytes_text(budget) else ""
-    return f"needs {bytes_text(needed)} of a device that has {bytes_text(budget)}{more}, with all that saves memory"
+    return f"needs {bytes_text(needed)} of a device that has {bytes_text(budget)}{more}, {least}"
 
 
 def held_weights(amounts: Amounts, layout: Layout, rank: int) -> Weights:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from hf_helix.config import AUTO, EVERY_MICROBATCH, OFFLOAD, HelixConfig
 from hf_helix.doctor.amounts.records import GRADIENT, PARAMETER, Amounts
 from hf_helix.doctor.case import ELEMENT, Case, Software
-from hf_helix.doctor.estimate import estimate_profile
+from hf_helix.doctor.edges import PassTimes, waits_at_edges
+from hf_helix.doctor.estimate import estimate_profile, rings
 from hf_helix.doctor.memory import (
     COLLECTIVE,
     Drawing,
@@ -37,7 +38,7 @@ from hf_helix.planning.schedule.actions import Slot
 from hf_helix.planning.schedule.placement import FRONT, REAR, count_layers, half_name, ranges_of
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.profile import Profile
-from hf_helix.planning.timing.sizes import FULL_GRADIENTS, Sizes
+from hf_helix.planning.timing.sizes import COPIES, FULL_GRADIENTS, Sizes
 from hf_helix.planning.window.layout import Layout, Name, named_operators, staged_layout
 
 OPTIMIZER_BYTES = 32
@@ -74,7 +75,7 @@ class Step:
     drawn: Drawing | None = field(default=None, repr=False)
     # bytes of a node's host: weights, states and gradients, and inputs of layers; 0 if these are on devices
     host: float = 0.0
-    # the plan of the window, and its seconds, for more of it; None if not of all layers
+    # the plan of the window, and its seconds, for more of it; None if not of all ranks
     planned: tuple[Plan, WindowTime] | None = field(default=None, repr=False)
 
     @property
@@ -179,6 +180,18 @@ def memory_of_case(
     return max(found, key=lambda memory: memory.total)
 
 
+def held_bytes(amounts: Amounts, case: Case) -> float:
+    """Returns the bytes of weights, gradients and states, of the mean rank: no schedule needs less.
+
+    Args:
+        amounts: the amounts of a rank of this case, whatever it recomputes and shards.
+        case: the case.
+    """
+    layout = layout_of(amounts, case)
+    found = [memory_of(amounts, layout, rank, Peak(), case) for rank in range(layout.num_ranks)]
+    return sum(each.weights + each.gradients + each.states for each in found) / len(found)
+
+
 def with_usual_reduction(amounts: Amounts, case: Case, cluster: Cluster) -> Case:
     """Returns the case with the reductions of gradients that a run chooses under `reduce_gradients="auto"`."""
     layout = layout_of(amounts, case)
@@ -222,25 +235,20 @@ def _peaks_of_search(amounts: Amounts, case: Case, layout: Layout, room: float) 
     return peaks if memory_of_case(amounts, case, layout, peaks).total <= room else usual
 
 
-def _peaks_of_programs(
-    amounts: Amounts, case: Case, cluster: Cluster, clock: WindowClock, drawn: Drawing | None
-) -> list[Peak]:
-    """Returns the peak memory of each rank by the programs of its plan: of the drawn window, or else of a window long
-    enough for the peak. On a CPU memory depends on when instructions run."""
-    planned = clock.planned
-    if clock.amounts is not amounts:
+def peaks_of_plan(amounts: Amounts, case: Case, cluster: Cluster, clock: WindowClock | None = None) -> list[Peak]:
+    """Returns the peak memory of each rank by the programs of a case's plan, or of a clock's, in a window long enough
+    for the peak. On a CPU memory depends on when instructions run."""
+    if clock is None or clock.amounts is not amounts:
         # deferred weight gradients keep no more memory, so a plan without reductions serves
-        planned = WindowClock(profile_of(amounts, case, cluster), amounts, case, cluster, Fidelity.QUICK).planned
-    if drawn is None:
-        count = min(case.microbatches, 2 * case.sizes.pp + 2)
-        schedule = schedule_of(clock.named, case.sizes.pp, count, case.config.spread_vocabulary)
-        if cluster.device.host_runs_ahead:
-            ordered = planned.plan.issue(schedule, planned.profile.layout)
-            programs = [free_values(ordered.program(rank)) for rank in range(case.sizes.pp)]
-            return peaks_of_programs(amounts, planned.profile.layout, programs)
-        predicted = predict(planned.plan, planned.profile, schedule, timeline=True)
-        drawn = predicted.instructions, predicted.timeline
-    return peaks_of_window(amounts, planned.profile.layout, drawn, cluster.device.host_runs_ahead)
+        clock = WindowClock(profile_of(amounts, case, cluster), amounts, case, cluster, Fidelity.QUICK)
+    planned, count = clock.planned, min(case.microbatches, 2 * case.sizes.pp + 2)
+    schedule = schedule_of(clock.named, case.sizes.pp, count, case.config.spread_vocabulary)
+    if cluster.device.host_runs_ahead:
+        ordered = planned.plan.issue(schedule, planned.profile.layout)
+        programs = [free_values(ordered.program(rank)) for rank in range(case.sizes.pp)]
+        return peaks_of_programs(amounts, planned.profile.layout, programs)
+    predicted = predict(planned.plan, planned.profile, schedule, timeline=True)
+    return peaks_of_window(amounts, planned.profile.layout, (predicted.instructions, predicted.timeline), False)
 
 
 def simulate_step(
@@ -250,6 +258,7 @@ def simulate_step(
     fidelity: Fidelity = Fidelity.DRAWN,
     of_window: Amounts | None = None,
     known: tuple[Plan, WindowTime] | None = None,
+    peaks: Sequence[Peak] | None = None,
 ) -> Step:
     """Returns the optimizer step of a case.
 
@@ -260,6 +269,7 @@ def simulate_step(
         fidelity: how much of the window is predicted.
         of_window: coarse amounts for the time of the whole window; None for `amounts`.
         known: the plan and the window of all layers, if a search has found it.
+        peaks: the peaks of all ranks, if known.
 
     Raises:
         ValueError: the layout cannot be built.
@@ -269,13 +279,19 @@ def simulate_step(
     limit = memory_limit(of_window, case, profile.layout, cluster.device.memory)
     is_coarse = of_window is not amounts
     clock = WindowClock(profile, of_window, case, cluster, fidelity, limit, is_coarse=is_coarse, known=known)
-    return _step(amounts, case, cluster, profile, clock)
+    return _step(amounts, case, cluster, profile, clock, peaks)
 
 
 def bound_step(amounts: Amounts, case: Case, cluster: Cluster, split: bool = False) -> Step:
-    """Returns a step of `Fidelity.BOUND`: no plan of the case is faster. A window takes as long as a rank computes,
-    slowed down by its collectives of one kind, or as long as these take one after the other; the memory of the step is
-    not counted.
+    """Returns a step of `Fidelity.BOUND`: no plan of the case is faster. The memory of the step is not counted. A
+    window takes at least as long as
+
+        a rank computes, slowed down by its collectives of one kind
+        the collectives of one kind take, with the reductions that share their link in every micro-batch
+        the longest chain of operators of a strand, or under one strand all passes, one after the other
+        the host issues
+
+    and longer by what a rank waits for at its begin and its end, see `waits_at_edges`.
 
     Example: computation takes 1.3 times as long while a collective runs, and the collective 1.2 times. Hidden, a
     collective of 1 ms takes 1.2 ms, in which 0.92 ms are computed, so it adds 0.28 ms.
@@ -288,17 +304,21 @@ def bound_step(amounts: Amounts, case: Case, cluster: Cluster, split: bool = Fal
             mean rank counts, and no split is faster.
     """
     profile = profile_of(amounts, case, cluster)
-    layout, seconds = profile.layout, 0.0
+    layout = profile.layout
+    passes = PassTimes.of(profile)
+    edges = waits_at_edges(passes, amounts, layout, case, cluster)
     names = [[layout.units[unit] for unit in layout.units_of(rank)] for rank in range(layout.num_ranks)]
 
-    def mean(busy: Mapping[str, float]) -> float:
-        of_ranks = [sum(busy[name] for name in mine) for mine in names]
-        return case.microbatches * (max(of_ranks) if split else sum(of_ranks) / len(of_ranks))
+    def window(busy: Mapping[str, float], edges: Sequence[float] = (0.0,) * layout.num_ranks) -> float:
+        of_ranks = [case.microbatches * sum(busy[name] for name in mine) for mine in names]
+        of_ranks = [busy + edge for busy, edge in zip(of_ranks, edges, strict=True)]
+        return max(of_ranks) if split else sum(of_ranks) / len(of_ranks)
 
-    computing, by_kind = dict.fromkeys(layout.graphs, 0.0), dict.fromkeys(Kind, 0.0)
+    computing, calls = dict.fromkeys(layout.graphs, 0.0), dict.fromkeys(layout.graphs, 0)
     others = {kind: (dict.fromkeys(layout.graphs, 0.0), dict.fromkeys(layout.graphs, 0.0)) for kind in COLLECTIVE}
     any_computation: Name | None = None
     for name, op in named_operators(layout):
+        calls[name[0]] += _calls(amounts, name)
         if op.kind is Kind.COMPUTE:
             computing[name[0]] += profile.times[name]
             any_computation = name
@@ -308,12 +328,33 @@ def bound_step(amounts: Amounts, case: Case, cluster: Cluster, split: bool = Fal
             slower, slowed = profile.slowdown(any_computation, name), profile.slowdown(name, any_computation)
             alone[name[0]] += profile.times[name]
             added[name[0]] += min(1.0, slowed * (1 - 1 / slower)) * profile.times[name]
-    for alone, added in others.values():
+    if runs_one_strand(case.config.plan):
+        limits = [window(passes.in_turn, edges)]
+    elif layout.num_ranks == 1:
+        limits = [window(each, edges) for each in (passes.forward, passes.backward)]
+    else:  # two micro-batches of one direction may be concurrent
+        limits = [window({unit: (passes.forward[unit] + passes.backward[unit]) / 2 for unit in layout.graphs}, edges)]
+    sums, link = _often_reduced(profile, amounts, case, cluster)
+    for kind, (alone, added) in others.items():
         slowed_down = {unit: computing[unit] + added[unit] for unit in computing}
-        seconds = max(seconds, mean(alone), mean(slowed_down))
-    by_kind[Kind.COMPUTE] = mean(computing)
-    nothing = Memory(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    return Step(case, seconds, 0.0, 0.0, by_kind, {}, 0.0, nothing, (0.0, 0.0), fidelity=Fidelity.BOUND)
+        limits += [window(alone) + (sums if kind is link else 0.0), window(slowed_down, edges)]
+    around = _around(amounts, case, cluster, layout, window(calls), min(map(len, names)))
+    nothing, by_kind = Memory(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), dict.fromkeys(Kind, 0.0)
+    by_kind[Kind.COMPUTE] = window(computing)
+    least = around.casts + max(*limits, around.issuing)
+    return Step(case, least, 0.0, around.optimizer, by_kind, {}, 0.0, nothing, (0.0, 0.0), fidelity=Fidelity.BOUND)
+
+
+def _often_reduced(profile: Profile, amounts: Amounts, case: Case, cluster: Cluster) -> tuple[float, Kind | None]:
+    """Returns the seconds of reductions before the end of a window, and the kind of collectives that share their link;
+    0 if gradients are reduced at the end only."""
+    if not case.reduces_often or case.sizes.copies == 1:
+        return 0.0, None
+    timed = timed_traffic(profile, amounts, case, cluster)
+    often = (each.named_operators[0][0] for each in timed.layout.reductions if each.every_microbatch)
+    crosses = rings(cluster, case.sizes)[COPIES].crosses
+    sums = (case.microbatches - 1) * sum(timed.times[name] for name in often)
+    return sums, Kind.INTER_NODE if crosses else Kind.INTRA_NODE
 
 
 def detailed_step(amounts: Amounts, step: Step, cluster: Cluster) -> Step:
@@ -343,39 +384,38 @@ def simulate_plan(
     return _step(amounts, case, cluster, profile, clock)
 
 
-def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, clock: WindowClock) -> Step:
+def _step(
+    amounts: Amounts,
+    case: Case,
+    cluster: Cluster,
+    profile: Profile,
+    clock: WindowClock,
+    peaks: Sequence[Peak] | None = None,
+) -> Step:
     layout, window, count = profile.layout, clock.time(), case.microbatches
-    if clock.fidelity is Fidelity.QUICK:
+    if window.drawing is not None:
+        drawn_layout = clock.planned.profile.layout
+        peaks = peaks_of_window(amounts, drawn_layout, window.drawing, cluster.device.host_runs_ahead)
+    elif clock.fidelity is Fidelity.QUICK:
         counted = layout if clock.amounts is amounts else layout_of(amounts, case)
         peaks = _peaks_of_search(amounts, case, counted, cluster.device.memory)
-    else:
-        peaks = _peaks_of_programs(amounts, case, cluster, clock, window.drawing)
+    elif peaks is None:
+        peaks = peaks_of_plan(amounts, case, cluster, clock)
     names = [layout.units[unit] for unit in layout.units_of(clock.busiest)]
     ops = {(name, entry): op for name in set(names) for entry, op in layout.graphs[name].entries()}
     entries = [(name, entry) for name in names for entry, _ in layout.graphs[name].entries()]
     operators = [(ops[entry], profile.times[entry]) for entry in entries]
-    of_window = clock.amounts.operators
-    calls = sum(of_window[entry].calls if entry in of_window else 1 for entry in entries)
+    calls = sum(_calls(clock.amounts, entry) for entry in entries)
     loads = dict.fromkeys(Kind, 0.0)
     for op, seconds in operators:
         loads[op.kind] += 0.0 if op.receives else count * seconds
-    device, replayed = cluster.device, is_replayed(case, layout, cluster)
-    issuing = device.replay_seconds if replayed else calls * count * device.issue_seconds
-    issuing = issuing if device.host_runs_ahead else 0.0
-    casts = cast_seconds(amounts, layout, case, cluster)
-    held = (held_weights(amounts, layout, rank) for rank in range(layout.num_ranks))
-    stepped = [case.stepped(each.trained, each.experts) for each in held]
-    of_node = cluster.devices_per_node * sum(stepped) / len(stepped)
-    optimizer, waits, hiding = _optimizer_seconds(case, cluster, stepped, of_node), window.waits, 0.0
-    if case.config.offload:  # copies of a shard overlap with updates of others; each unit has one at least
-        hiding = optimizer * (1 - 1 / len(names))
-    if case.keeps_copies and case.spread_weights:  # before the window
-        casts += max(0.0, max(stepped) * ELEMENT[case.dtype] / cluster.host.bandwidth - hiding)
+    around, waits = _around(amounts, case, cluster, layout, count * calls, len(names)), window.waits
+    hiding = around.hiding
     return Step(
         case,
-        casts + max(window.seconds - min(waits, hiding), issuing),
+        around.casts + max(window.seconds - min(waits, hiding), around.issuing),
         window.reductions - min(window.copies, hiding),
-        optimizer,
+        around.optimizer,
         loads,
         {kind: seconds for kind, seconds in window.exposed.items() if loads[kind]},
         window.bubble / window.seconds,
@@ -383,15 +423,48 @@ def _step(amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, cloc
         model_flops(amounts, case),
         count * sum(seconds for op, seconds in operators if op.ahead and not (op.reads and op.kind is Kind.UP)),
         max(0.0, waits - hiding),
-        casts,
-        issuing,
-        replayed,
+        around.casts,
+        around.issuing,
+        around.replayed,
         clock.fidelity,
         window.drawing,
-        ((PARAMETER + GRADIENT + case.state_bytes + _cast_bytes(case)) * of_node if case.config.offload else 0.0)
+        ((PARAMETER + GRADIENT + case.state_bytes + _cast_bytes(case)) * around.of_node if case.config.offload else 0.0)
         + cluster.devices_per_node * _inputs_on_host(amounts, case, layout),
         clock.found(window),
     )
+
+
+@dataclass(frozen=True)
+class _Around:
+    """What a step has around the operators of its window."""
+
+    optimizer: float  # seconds of the update
+    hiding: float  # seconds of the update on the host, in which copies of other shards run
+    casts: float  # see `Step`
+    issuing: float  # see `Step`
+    replayed: bool  # see `Step`
+    of_node: float  # elements that the devices of a node step
+
+
+def _around(amounts: Amounts, case: Case, cluster: Cluster, layout: Layout, calls: float, num_units: int) -> _Around:
+    """Returns what a step has around its window, in which a rank with `num_units` units makes `calls` calls."""
+    device, replayed = cluster.device, is_replayed(case, layout, cluster)
+    issuing = device.replay_seconds if replayed else calls * device.issue_seconds
+    casts = cast_seconds(amounts, layout, case, cluster)
+    held = (held_weights(amounts, layout, rank) for rank in range(layout.num_ranks))
+    stepped = [case.stepped(each.trained, each.experts) for each in held]
+    of_node = cluster.devices_per_node * sum(stepped) / len(stepped)
+    optimizer, hiding = _optimizer_seconds(case, cluster, stepped, of_node), 0.0
+    if case.config.offload:  # copies of a shard overlap with updates of others; each unit has one at least
+        hiding = optimizer * (1 - 1 / num_units)
+    if case.keeps_copies and case.spread_weights:  # before the window
+        casts += max(0.0, max(stepped) * ELEMENT[case.dtype] / cluster.host.bandwidth - hiding)
+    return _Around(optimizer, hiding, casts, issuing if device.host_runs_ahead else 0.0, replayed, of_node)
+
+
+def _calls(amounts: Amounts, name: Name) -> int:
+    """Returns the calls of the host for an operator."""
+    return amounts.operators[name].calls if name in amounts.operators else 1
 
 
 def is_replayed(case: Case, layout: Layout, cluster: Cluster) -> bool:

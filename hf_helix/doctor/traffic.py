@@ -42,7 +42,7 @@ def timed_traffic(profile: Profile, amounts: Amounts, case: Case, cluster: Clust
     layout = _with(profile.layout, sums, gathers, case)
     times = dict(profile.times)
     for traffic, (bucket, experts) in zip(layout.reductions, sums, strict=True):
-        seconds = _reduction_seconds(bucket, experts, case, cluster)
+        seconds = _reduction_seconds(bucket.bytes - experts, experts, case, cluster)
         copied = case.stepped(bucket.bytes - experts, experts) / cluster.host.bandwidth
         for name, op in traffic.named_operators:
             times[name] = max(LEAST, copied if op.kind.copies else seconds)
@@ -79,11 +79,31 @@ def planned_reductions(amounts: Amounts, layout: Layout, case: Case) -> list[tup
     return found
 
 
-def _reduction_seconds(bucket: Bucket, experts: int, case: Case, cluster: Cluster) -> float:
-    """Returns the seconds in which gradients are copied into a bucket and reduced."""
+def exchanged_seconds(trained: int, experts: int, case: Case, cluster: Cluster) -> tuple[float, float]:
+    """Returns the least seconds in which weights are gathered before a window, and gradients reduced after it.
+
+    Args:
+        trained: elements with replicas on all data-parallel ranks.
+        experts: elements of experts, with fewer replicas.
+        case: gives the ranks that share gradients and weights.
+        cluster: the rates of links and devices.
+    """
+    gathered, reduced = 0.0, 0.0
+    if not case.reduces_often and case.sizes.copies > 1:
+        reduced = _reduction_seconds(trained * GRADIENT, experts * GRADIENT, case, cluster)
+    if case.config.shard_optimizer and not case.config.offload:
+        axes = rings(cluster, case.sizes)
+        for axis, count in ((COPIES, trained), (EXPERT_COPIES, experts)):
+            sent = Transfer(axis, "all_gather", axes[axis].sent(count * ELEMENT[case.dtype]))
+            gathered += transfer_seconds(sent, axes[axis], cluster)
+    return gathered, reduced
+
+
+def _reduction_seconds(count: int, experts: int, case: Case, cluster: Cluster) -> float:
+    """Returns the seconds in which gradients are copied into a bucket and reduced; `count` and `experts` are bytes."""
     on_gpu, device, seconds = cluster.backend == "nccl", cluster.device, 0.0
     axes, is_spread = rings(cluster, case.sizes), bool(case.spread_gradients)
-    for axis, held in ((COPIES, bucket.bytes - experts), (EXPERT_COPIES, experts)):
+    for axis, held in ((COPIES, count), (EXPERT_COPIES, experts)):
         if axes[axis].size > 1 and held:
             seconds += device.moving_seconds(passes(axes[axis].size, is_spread, on_gpu) * held, 2 * held)
             method, times = ("reduce_scatter", 1) if is_spread else ("all_reduce", 2)

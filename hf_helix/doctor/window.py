@@ -5,9 +5,9 @@ Out:  a `WindowTime`.
 Must hold: every figure is a prediction of `hf_helix.planning`; a search changes only the numbers of layers and of
 micro-batches that are predicted.
 
-Deep models and long windows repeat themselves. In a search two windows are predicted, with few layers on every stage
-and with one period of layers more, and the difference is extrapolated to all layers, as is the difference of two short
-windows of a pipeline, whose difference is extrapolated to all micro-batches.
+Deep models and long windows repeat themselves. In a search two windows are predicted, with few layers on the stages of
+the busiest rank by itself and with one period of layers more, and the difference is extrapolated to all layers. The
+slot clock adds the waits of this rank for others.
 """
 
 import functools
@@ -45,9 +45,8 @@ COMPARED = (6, 8)
 """Micro-batches of the two windows whose difference gives the exposed communication per micro-batch. Between 4 and 6 a
 rank by itself still settles: extrapolated to 125 micro-batches, that was 6 % of a step instead of 0.5 %."""
 
-SHORT = 2, 3
-"""Micro-batches, for each pipeline rank, of two windows that are extrapolated to more micro-batches. From 1 and 2,
-windows of 12 for each rank were up to 13 % off, on 2 to 8 ranks; from 2 and 3 at most 0.9 %."""
+SHORT = 3, 4
+"""Micro-batches, for each pipeline rank, of two windows by the slot clock, whose waits are extrapolated to more."""
 
 CHOSEN = 3
 """Micro-batches, for each pipeline rank, of the window that compares the schedules of "auto". With 1, the slower
@@ -65,11 +64,11 @@ NEGLIGIBLE = 0.005
 """The part of a window, in which a rank waits for others, up to which all of it counts as bubble: a second window, with
 transfers that take no time, tells bubble and exposed transfers apart."""
 
-NEGLIGIBLE_SUMS = 0.0003
+NEGLIGIBLE_SUMS = 0.002
 """The part of a window with gradient reductions only, up to which a search does not look for weight gradients to defer:
 it would gain less."""
 
-MANY = 400
+MANY = 100
 """Micro-batches of a window so long that the order of its last backward does not matter: on two ranks with tensor
 parallelism and 244 micro-batches the search gained 0.13 %."""
 
@@ -81,8 +80,9 @@ class Fidelity(Enum):
 
     Attributes:
         BOUND: a lower bound of the time of all plans of the case, by only its computation.
-        QUICK: few layers, a plan made without gradient reductions, memory by the schedule; for a search.
-        TIMED: all layers and ranks, with memory by the programs; long windows by their steady state.
+        QUICK: few layers of the busiest rank, a plan made without gradient reductions, memory by the schedule; for a
+            search.
+        TIMED: all ranks, and all layers of a pipeline, with memory by the programs; long windows by their steady state.
         WHOLE: as `TIMED`, with exposed communication, the bubble and waits.
         DRAWN: as `WHOLE`, but short windows operator by operator, under the schedule searched in a run.
     """
@@ -94,8 +94,8 @@ class Fidelity(Enum):
     DRAWN = "drawn"
 
 
-LAYERS, FEWEST = (2, 3), (1, 2)
-"""Periods of layers on a stage in the two windows of a search, without and with a pipeline."""
+LAYERS = 2, 3
+"""Periods of layers on a stage in the two windows of a search."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ class WindowClock:
         limit: of the memory of the window under "auto"; None without a limit.
         plan: the plan; None for a plan by the rule of the case.
         reduces: whether gradients are reduced and weights gathered in the window.
-        is_coarse: whether the amounts are coarse: then a search predicts all layers, which takes no longer.
-        known: the plan and the window of all layers that a search has found; None for none.
+        is_coarse: whether the amounts are coarse: then a search predicts all layers of one rank, which takes no longer.
+        known: the plan and the window of all ranks that a search has found; None for none.
     """
 
     def __init__(
@@ -156,7 +156,8 @@ class WindowClock:
         self._profile, self._case, self._cluster = profile, case, cluster
         self._ranks, self._microbatches = self.layout.num_ranks, case.microbatches
         self._limit, self._plan, self._reduces = limit, plan, reduces
-        self._has_few_layers, self._is_coarse = fidelity is Fidelity.QUICK and not is_coarse, is_coarse
+        is_long = self._ranks > 1 or not is_coarse
+        self._has_few_layers, self._is_coarse = fidelity is Fidelity.QUICK and is_long, is_coarse
         self._made: dict[tuple[int, int, int], tuple[Planned, Prediction]] = {}
         self._known: WindowTime | None = None
         self._may_defer = known is not None and not _ends_soon(known[1])  # otherwise a window without deferring tells
@@ -191,12 +192,6 @@ class WindowClock:
         shortens a window by little more than its sums, but on ranks that wait for each other in every layer."""
         return bool(self._whole.layout.reductions) and not runs_one_strand(self._case.config.plan)
 
-    @functools.cached_property
-    def _few_layers(self) -> tuple[Sequence[Planned], float]:
-        """Profiles and plans with few and with more layers, and the factor of extrapolation (see `reduced_layers`)."""
-        layouts, times = reduced_layers(self.layout, FEWEST if self._ranks > 1 else LAYERS)
-        return [self._planned(each, defers=False) for each in layouts], times
-
     def _planned(self, layout: Layout, defers: bool = True) -> Planned:
         """Returns the plan of a layout; if it `defers`, made with gradient reductions: rules then search the number of
         deferred weight gradients, which is slow."""
@@ -219,28 +214,23 @@ class WindowClock:
     def time(self) -> WindowTime:
         """Returns the seconds of the window."""
         if self._has_few_layers:
-            made, times = self._few_layers
-            near, far = self._quick_seconds(made[0]), self._quick_seconds(made[-1])
-            pairs = zip(near, far, strict=True)
-            seconds, reductions, copies = (max(0.0, more + times * (more - few)) for few, more in pairs)
-            return WindowTime(seconds, reductions, copies)
-        if self._known is not None:
-            return self._known
+            return self._quick()
+        is_asked = self.fidelity is Fidelity.TIMED and self._case.config.offload
+        if self._known is not None:  # the update of weights on a host hides a part of the waits
+            return replace(self._known, waits=self._waits()) if is_asked else self._known
         drawn = self._drawn() if self.fidelity is Fidelity.DRAWN else None
         parts = drawn or self._parts(self.planned, self._microbatches)
         seconds, reductions = parts.seconds - parts.reduction_seconds, parts.reduction_seconds
         timed = WindowTime(seconds, reductions, parts.copy_seconds)
         if self.fidelity in (Fidelity.QUICK, Fidelity.TIMED):
-            # the update of weights on a host hides a part of the waits
-            is_asked = self.fidelity is Fidelity.TIMED and self._case.config.offload
             return replace(timed, waits=self._waits()) if is_asked else timed
         drawing = (drawn.instructions, drawn.timeline) if drawn else None
         return replace(self.detailed(timed, drawn), drawing=drawing)
 
     def found(self, window: WindowTime) -> tuple[Plan, WindowTime] | None:
-        """Returns the plan and its window, if it is of all layers, and not yet with all details."""
-        is_whole = self.fidelity is Fidelity.TIMED or (self.fidelity is Fidelity.QUICK and not self._has_few_layers)
-        return (self.planned.plan, window) if is_whole else None
+        """Returns the plan and its window, if it is of all ranks, and not yet with all details."""
+        is_found = self.fidelity is Fidelity.TIMED or (self.fidelity is Fidelity.QUICK and self._ranks == 1)
+        return (self.planned.plan, window) if is_found else None
 
     def detailed(self, timed: WindowTime, drawn: Prediction | None = None) -> WindowTime:
         """Returns the seconds of the window with exposed communication, the bubble and waits; `drawn` is the window, if
@@ -255,8 +245,7 @@ class WindowClock:
 
     def _alone(self) -> float:
         """Returns the seconds of the window of the busiest rank by itself."""
-        plan, own = self.planned.plan, self._own
-        found = long_window(lambda count: predict(plan, own, self._on_one_rank(count)), self._microbatches, 1)
+        found = self._own_parts(self.planned.plan, self._own)
         return found.seconds - found.reduction_seconds
 
     def _without_transfers(self) -> float:
@@ -297,18 +286,41 @@ class WindowClock:
         schedule = made(self._microbatches)
         return predict(self.planned.plan, self.planned.profile, schedule, timeline=True)
 
-    def _quick_seconds(self, planned: Planned) -> Sequence[float]:
-        """Returns the seconds without the reductions at the end, of the reductions, and of copies alone; those of a
-        long window of a pipeline are extrapolated from two short windows."""
-        few, more = (number * self._ranks for number in SHORT)
-        is_long = self._ranks > 1 and self._microbatches > more
-        parts = self._parts(planned, more if is_long else self._microbatches)
-        seconds = parts.seconds - parts.reduction_seconds
-        if is_long:
-            first = self._parts(planned, few)
-            further = (self._microbatches - more) / (more - few)
-            seconds += further * (seconds - first.seconds + first.reduction_seconds)
-        return seconds, parts.reduction_seconds, parts.copy_seconds
+    def _quick(self) -> WindowTime:
+        """Returns the window of the busiest rank by itself, from windows with few and with more layers, and its waits
+        for other ranks by the slot clock."""
+        layout = self.layout if self._ranks == 1 else rank_layout(self.layout, self.busiest)
+        layouts, factor = reduced_layers(layout, LAYERS)
+        plan = self.planned.plan
+        parts = [self._own_parts(plan, self._completed(each)) for each in layouts]
+        near, far = parts[0], parts[-1]
+        pairs = (
+            (near.seconds - near.reduction_seconds, far.seconds - far.reduction_seconds),
+            (near.reduction_seconds, far.reduction_seconds),
+            (near.copy_seconds, far.copy_seconds),
+        )
+        seconds, reductions, copies = (max(0.0, more + factor * (more - few)) for few, more in pairs)
+        waits = self._idle_part() * seconds if self._ranks > 1 else 0.0
+        return WindowTime(seconds + waits, reductions, copies)
+
+    def _idle_part(self) -> float:
+        """Returns how long the busiest rank waits for others by the slot clock, in parts of the time of its slots; of a
+        long window from two short ones."""
+
+        def idle(count: int) -> tuple[float, float]:
+            schedule = schedule_of(self.named, self._ranks, count, self.layout.is_spread)
+            found = simulate_schedule(schedule, self.layout.ranks, self._costs)
+            waits = found.seconds * found.bubbles[self.busiest]
+            return waits, found.seconds - waits
+
+        few, more = (min(self._microbatches, number * self._ranks) for number in SHORT)
+        (first, _), (last, busy) = idle(few), idle(more)
+        further = (self._microbatches - more) / max(1, more - few)
+        return max(0.0, last + further * (last - first)) / (busy * self._microbatches / more)
+
+    def _own_parts(self, plan: Plan, own: Profile) -> Prediction:
+        """Returns the window of one rank."""
+        return long_window(lambda count: predict(plan, own, self._on_one_rank(count)), self._microbatches, 1)
 
     def _waits(self) -> float:
         """Returns the seconds that gathers of weights add to the window."""

@@ -5,7 +5,7 @@ Out:  seconds.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from hf_helix.config import parse_link
 from hf_helix.planning.graph.operator import Graph, Kind, Part
@@ -85,7 +85,26 @@ def _critical_path(arrays: WindowArrays, layout: Layout, strand: str, rank: int)
     return total
 
 
-def critical_path(graph: Graph, seconds: dict[str, float]) -> float:
+def pass_seconds(graph: Graph, seconds: Mapping[str, float]) -> float:
+    """Seconds of a pass of a unit by itself in canonical order, until its computation and its collectives have ended;
+    prefetched operators, and transfers that no barrier waits for, are left out. Plans of one strand take no less.
+
+    Args:
+        graph: of the pass.
+        seconds: of each operator.
+    """
+    free, ended = dict.fromkeys(Kind, 0.0), dict[str, float]()
+    for op in graph.operators:
+        if not op.ahead and (op.kind is Kind.COMPUTE or op.kind.is_awaited):
+            needed = (ended[value] for value in op.depends_on if value in ended)
+            end = max(free[op.kind], free[Kind.COMPUTE], *needed) + seconds[op.name]
+            free[op.kind] = end
+            if op.kind is not Kind.COMPUTE:
+                ended.update(dict.fromkeys(op.writes, end))
+    return max(free.values())
+
+
+def critical_path(graph: Graph, seconds: Mapping[str, float]) -> float:
     """Seconds of the longest chain from the inputs of a unit to its outputs."""
     reached = dict.fromkeys(graph.inputs, 0.0)
     ended: dict[str, float] = {}
