@@ -241,10 +241,11 @@ class Search:
         self, candidates: Sequence[Sizes], rivals: Sequence[str] = ()
     ) -> tuple[list[Step], list[Dropped], list[RivalStep]]:
         """Returns a step for each layout that fits, below `Fidelity.TIMED`; the other layouts; and the rivals."""
-        pieces = [*([] if self._holds_never() else self._promising(candidates)), *rivals]
+        reason = self._holds_never()
+        pieces = [*([] if reason else self._promising(candidates)), *rivals]
         made = [*self._told(SIMULATING, self._in_processes(self._answered, pieces), len(pieces))]
         dropped = [each for each in made if isinstance(each, Dropped)]
-        if reason := self._holds_never():
+        if reason:
             dropped += [Dropped(self.usual.changed(sizes), reason) for sizes in candidates]
         rivaling = [each for each in made if isinstance(each, RivalStep)]
         return [each for each in made if isinstance(each, Step)], dropped, rivaling
@@ -374,7 +375,11 @@ class Search:
 
     def _unbounded(self, bound: Step) -> Step | Dropped:
         """Returns the fastest fitting case of the parallel sizes of a bound, or the reason for none."""
-        return replace(self._on_host(bound.case.config.offload), _leaders=None)._best(bound.case.sizes)
+        return self._of_sizes_alone(bound.case)._best(bound.case.sizes)
+
+    def _of_sizes_alone(self, case: Case) -> Search:
+        """Returns the search with a case's offload, in which no other sizes lead."""
+        return replace(self._on_host(case.config.offload), _leaders=None)
 
     def _exact(self, quick: Step) -> Step | Dropped:
         """Returns a step at higher fidelity. Whether a pipeline whose layers do not communicate is faster with one
@@ -386,8 +391,7 @@ class Search:
         if not is_pipeline or self._is_one_strand or speed >= (1 - ALIKE) * self._possible(quick):
             return found
         plans = {ONE_STRAND, self.usual.config.plan} - {case.config.plan}
-        way = replace(self._on_host(case.config.offload), _leaders=None)
-        other = way._fastest(case.sizes, plans.pop()).step
+        other = self._of_sizes_alone(case)._fastest(case.sizes, plans.pop()).step
         if other is None or (1 + ALIKE) * other.tokens_per_second < quick.tokens_per_second:
             return found
         made = [each for each in (found, self._exact_way(other)) if isinstance(each, Step)]
@@ -415,7 +419,7 @@ class Search:
         Example, in GB, with a budget of 80: a case seemed to need 78 and needs 84, so 80 / 84 * 78 = 74.3 is allowed.
         The next case seemed to need 74 and needs 79: it is returned.
         """
-        found, way = quick, self._on_host(quick.case.config.offload)
+        found, way = quick, self._of_sizes_alone(quick.case)
         budget = self.cluster.device.memory
         allowed = budget  # falls in every round, so that two cases do not take turns for ever
         while True:
@@ -427,12 +431,12 @@ class Search:
             needed, peaks = self._needed(case)
             if needed <= budget:
                 step = self._simulated(case, Fidelity.TIMED, found.planned, peaks)
-                return step if cut is None else max(step, cut, key=lambda each: each.tokens_per_second)
+                return step if cut is None else max(step, cut, key=_speed)
             seemed = self._memory(case)
             allowed = min(0.99 * allowed, min(0.99, budget / needed) * seemed)
             device = replace(self.cluster.device, memory=allowed)
             smaller = replace(self.cluster, device=device)
-            other = replace(way, cluster=smaller, _leaders=None)._best(case.sizes)
+            other = replace(way, cluster=smaller)._best(case.sizes)
             if isinstance(other, Dropped) or other.case == case:
                 return Dropped(case, needs_text(needed, budget))
             found = other

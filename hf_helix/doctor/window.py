@@ -215,8 +215,9 @@ class WindowClock:
         """Returns the seconds of the window."""
         if self._has_few_layers:
             return self._quick()
+        # the update of weights on a host hides a part of the waits
         is_asked = self.fidelity is Fidelity.TIMED and self._case.config.offload
-        if self._known is not None:  # the update of weights on a host hides a part of the waits
+        if self._known is not None:
             return replace(self._known, waits=self._waits()) if is_asked else self._known
         drawn = self._drawn() if self.fidelity is Fidelity.DRAWN else None
         parts = drawn or self._parts(self.planned, self._microbatches)
