@@ -65,6 +65,7 @@ class Counter:
         self._images_per_row = images_per_row
         self._kinds: Kinds | None = None
         self._ranks: dict[Hashable, CutRank] = {}
+        self._texts: dict[nn.Module, str] = {}  # of layers, see `settled`
 
     def facts(self) -> Facts:
         """Returns the properties of the model."""
@@ -96,7 +97,8 @@ class Counter:
         """
         if self._kinds is None:
             family_of(self.base)
-        with settled(self.base), assuming(case.imbalance), whole_logits() if case.whole_logits else nullcontext():
+        logits = whole_logits() if case.whole_logits else nullcontext()
+        with settled(self.base, self._texts), assuming(case.imbalance), logits:
             return self._rank_of(case, backend, crossing).amounts(case.batch, case.length, images)
 
     def _rank_of(self, case: Case, backend: str, crossing: Collection[str]) -> CutRank:

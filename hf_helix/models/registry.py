@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import transformers
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_helix.models.derived.derived import DerivedFamily, check_heads
@@ -18,6 +19,7 @@ from hf_helix.models.derived.model_code import check_traceable, other_code
 from hf_helix.models.families.gpt2 import GPT2
 from hf_helix.models.families.llama import Llama
 from hf_helix.models.families.phimoe import Phimoe
+from hf_helix.models.stock.alike import unchanged
 
 REGISTERED: dict[str, Family] = {family.model_class: family for family in (GPT2(), Llama(), Phimoe())}
 """The declared families, by the name of the model's class. Those of the package are what a reader opens first, and what
@@ -57,11 +59,13 @@ def family_of(model: Any) -> Family:
 
 
 @contextmanager
-def settled(model: Any) -> Iterator[None]:
-    """Within, `family_of` takes the code of a model as read, since nobody changes it."""
+def settled(model: Any, texts: dict[nn.Module, str] | None = None) -> Iterator[None]:
+    """Within, `family_of` takes the code of a model as read, since nobody changes it, and the texts of its layers are
+    found once, and kept in `texts`."""
     vars(model)[_SETTLED] = True
     try:
-        yield
+        with unchanged({} if texts is None else texts):
+            yield
     finally:
         del vars(model)[_SETTLED]
 

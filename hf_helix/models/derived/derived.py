@@ -310,14 +310,9 @@ class DerivedFamily(Family):
     # -- side inputs -----------------------------------------------------------------------------------------------
 
     def side_modules(self, model: Any) -> Sequence[nn.Module]:
-        layers = set(map(id, self.plans.layers))
-        own = {id(m) for layer in self.plans.layers for m in layer.modules()}
-        tables = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
-        return [
-            m
-            for m in self.calls.decoder.module.modules()
-            if id(m) not in own | layers | tables and not list(m.children())
-        ]
+        tables = {model.get_input_embeddings(), model.get_output_embeddings()}
+        others = _modules_besides(self.calls.decoder.module, {*self.plans.layers, *tables})
+        return [module for module in others if not list(module.children())]
 
     def side_inputs(
         self, model: Any, batch: Mapping[str, Any], cut: SequenceCut, loss_scale: Tensor, batch_scale: float = 1.0
@@ -378,6 +373,17 @@ def _further_inputs(base: Any, read: Collection[str]) -> dict[str, str]:
     instead = f"{named}: leave it out, or use the stock Trainer"
     types = f"{named}: leave it out, tokenizer(..., return_token_type_ids=False), or use the stock Trainer"
     return {name: types if name == "token_type_ids" else instead for name in sorted(names)}
+
+
+def _modules_besides(module: nn.Module, others: Collection[nn.Module | None]) -> list[nn.Module]:
+    """Returns a module and all modules inside, without some others and what is inside of these."""
+    found, left = dict[nn.Module, None](), [module]
+    while left:
+        each = left.pop()
+        if each not in others and each not in found:
+            found[each] = None
+            left += reversed(list(each.children()))
+    return list(found)
 
 
 def _add_features(x: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:

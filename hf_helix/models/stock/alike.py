@@ -10,7 +10,9 @@ be kept by the text, unless code closes over objects without a text.
 import functools
 import hashlib
 import inspect
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -26,8 +28,29 @@ _CODE = ("co_code", "co_names", "co_varnames", "co_argcount", "co_kwonlyargcount
 """The parts of a code object that define its behaviour, apart from constants."""
 
 
+_known: dict[nn.Module, str] | None = None
+"""The texts of layers within `unchanged`."""
+
+
+@contextmanager
+def unchanged(texts: dict[nn.Module, str]) -> Iterator[None]:
+    """Within, the text of a layer is found once, since nobody changes it, and kept in `texts`."""
+    global _known
+    before, _known = _known, texts
+    try:
+        yield
+    finally:
+        _known = before
+
+
 def description(layer: nn.Module) -> str:
     """Returns the code and the options that decide the results of a layer."""
+    if _known is None:
+        return _description(layer)
+    return _known[layer] if layer in _known else _known.setdefault(layer, _description(layer))
+
+
+def _description(layer: nn.Module) -> str:
     names = {id(module): f"module {name}" for name, module in layer.named_modules()}
     lines = []
     for name, module in layer.named_modules():
@@ -46,7 +69,9 @@ def description(layer: nn.Module) -> str:
         buffers = [(key, tuple(tensor.shape)) for key, tensor in module.named_buffers(recurse=False)]
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         lines.append(f"{name} {kind} {text_of(module.forward, names)} {options} {shapes} {buffers}")
-    return "\n".join(lines)
+    text, inside = "\n".join(lines), "|".join(re.escape(name) for name, _ in layer.named_children())
+    # PEFT's modules keep their names in the whole model, such as 'model.layers.1.mlp.down_proj'
+    return re.sub(rf"'[\w.]*\.\d+\.((?:{inside})\b[\w.]*)'", r"'\1'", text) if inside else text
 
 
 def _names_in(function: Any) -> tuple[str, ...]:

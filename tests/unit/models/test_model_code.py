@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from support.jobs import build
 from support.marks import slow
 from support.models import llama, sequences, tiny
@@ -338,6 +339,15 @@ def test_no_text_of_a_layer_has_an_address_of_memory(family: str) -> None:
     model = tiny(family)
     texts = [description(layer) for layer in model.model.layers]
     assert not [found for text in texts for found in re.findall(r"\S+ \d{12,}\b", text)]
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_layers_with_equal_adapters_are_alike(family: str) -> None:
+    """PEFT's modules keep their names, which have the index of the layer."""
+    stock = tiny(family)
+    kinds = len({description(layer) for layer in stock.model.layers})
+    get_peft_model(stock, LoraConfig(r=2, target_modules="all-linear"))
+    assert len({description(layer) for layer in stock.model.layers}) == kinds < len(stock.model.layers)
 
 
 class Scaled(nn.Module):
