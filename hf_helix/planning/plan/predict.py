@@ -69,7 +69,7 @@ def predict(plan: Plan, profile: Profile, schedule: Schedule, timeline: bool = F
         made, gaps = _simulated(window, copies, profile)
         left, period = window.repeats - copies, _period(gaps)
         if not left:
-            return made
+            return _extended(made, 0, sum(gaps[0][-period:]) / period, window.shift) if period else made
         if period:
             if left % period:  # the end of the window depends on the phase of the period
                 made, gaps = _simulated(window, copies + left % period, profile)

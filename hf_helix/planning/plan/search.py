@@ -26,7 +26,7 @@ from typing import NamedTuple
 from hf_helix.config import AUTO
 from hf_helix.planning.annealing import anneal
 from hf_helix.planning.choice.scheduler import Scheduler
-from hf_helix.planning.graph.operator import Part
+from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.plan.bounds import bound
 from hf_helix.planning.plan.list_scheduler import EXTRA_LIVE_LAYERS, SLACK, ListScheduler, Priorities, Priority
 from hf_helix.planning.plan.repetition import Periodic
@@ -36,7 +36,7 @@ from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.layout import Layout, Name, named_operators, sub_layout
 from hf_helix.planning.window.passes import run_passes
-from hf_helix.planning.window.window import COMPUTE
+from hf_helix.planning.window.window import COMPUTE, STREAMS
 
 # Ratios below are windows over the bound, the mean of three eight-layer Llamas with drawn times on one rank and 16
 # micro-batches: 1.0156 with these numbers.
@@ -238,6 +238,7 @@ def _changed(priority: Priority, names: Sequence[Name], scale: float, rng: rando
 
 MICROBATCHES = 2  # for each pipeline rank, of the window for comparing numbers of units
 PARTS = 8  # numbers of units to try first, evenly spaced; then the same count around the best number
+COPIES_DOWN = STREAMS.index(Kind.DOWN)
 GAIN = 1e-4  # a number of units is taken if the window becomes shorter by more than this part
 
 
@@ -269,11 +270,13 @@ def defer_weight_gradients(priorities: Priorities, profile: Profile, schedule: S
 
     @functools.cache
     def seconds(deferred: int | None) -> float:
-        """The seconds of the window; infinity if too many activations would be alive."""
+        """The seconds of the window without copies to the host at its end, which updates of weights on the host hide;
+        infinity if too many activations would be alive."""
         order = scheduler.order(priorities.priority, deferred=deferred)
         if any(peak > limit for peak, limit in zip(scheduler.peaks(order), limits, strict=True)):
             return math.inf
-        return simulate(arrays, profile.contention, run_passes(scheduler.window, order)).seconds
+        timeline = simulate(arrays, profile.contention, run_passes(scheduler.window, order))
+        return max(end for end, stream in zip(timeline.ends, arrays.streams, strict=True) if stream != COPIES_DOWN)
 
     count = max(len([u for u in layout.units_of(rank) if not layout.transfers(u)]) for rank in range(layout.num_ranks))
     tried = _spread(0, count)
