@@ -6,12 +6,13 @@ Must hold: `hf_helix.planning.traffic` fills the buckets, as in training. Two op
 its bandwidth.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 
 from hf_helix.doctor.amounts.records import GRADIENT, PARAMETER, Amounts, Transfer, copies_axis
 from hf_helix.doctor.case import ELEMENT, Case
-from hf_helix.doctor.estimate import LEAST, rings, transfer_seconds
+from hf_helix.doctor.estimate import LEAST, Ring, rings, transfer_seconds
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.parameters import EXPERTS, Parameter
 from hf_helix.planning.timing.cluster import Cluster
@@ -40,17 +41,18 @@ def timed_traffic(profile: Profile, amounts: Amounts, case: Case, cluster: Clust
     if not sums and not gathers:
         return profile
     layout = _with(profile.layout, sums, gathers, case)
-    times = dict(profile.times)
+    times, axes = dict(profile.times), rings(cluster, case.sizes)
+    reducing = functools.cache(lambda count, experts: _reduction_seconds(count, experts, axes, case, cluster))
     for traffic, (bucket, experts) in zip(layout.reductions, sums, strict=True):
-        seconds = _reduction_seconds(bucket.bytes - experts, experts, case, cluster)
+        seconds = reducing(bucket.bytes - experts, experts)
         copied = case.stepped(bucket.bytes - experts, experts) / cluster.host.bandwidth
         for name, op in traffic.named_operators:
             times[name] = max(LEAST, copied if op.kind.copies else seconds)
     for traffic, kept in zip(layout.gathers, gathers, strict=True):
         copied = kept[0].bytes / _ranks(kept[1], case) / cluster.host.bandwidth
         for name, op in traffic.named_operators:
-            times[name] = max(LEAST, copied) if op.kind.copies else gather_seconds(kept, case, cluster)
-    pairs = {**profile.pairs, **(_contended(layout, times, profile, case, cluster) if sums else {})}
+            times[name] = max(LEAST, copied) if op.kind.copies else gather_seconds(kept, axes, case, cluster)
+    pairs = {**profile.pairs, **(_contended(layout, times, profile, axes[COPIES], case, cluster) if sums else {})}
     return replace(profile, layout=layout, times=times, pairs=pairs)
 
 
@@ -88,21 +90,21 @@ def exchanged_seconds(trained: int, experts: int, case: Case, cluster: Cluster) 
         case: gives the ranks that share gradients and weights.
         cluster: the rates of links and devices.
     """
-    gathered, reduced = 0.0, 0.0
+    gathered, reduced, axes = 0.0, 0.0, rings(cluster, case.sizes)
     if not case.reduces_often and case.sizes.copies > 1:
-        reduced = _reduction_seconds(trained * GRADIENT, experts * GRADIENT, case, cluster)
+        reduced = _reduction_seconds(trained * GRADIENT, experts * GRADIENT, axes, case, cluster)
     if case.config.shard_optimizer and not case.config.offload:
-        axes = rings(cluster, case.sizes)
         for axis, count in ((COPIES, trained), (EXPERT_COPIES, experts)):
             sent = Transfer(axis, "all_gather", axes[axis].sent(count * ELEMENT[case.dtype]))
             gathered += transfer_seconds(sent, axes[axis], cluster)
     return gathered, reduced
 
 
-def _reduction_seconds(count: int, experts: int, case: Case, cluster: Cluster) -> float:
-    """Returns the seconds in which gradients are copied into a bucket and reduced; `count` and `experts` are bytes."""
+def _reduction_seconds(count: int, experts: int, axes: Mapping[str, Ring], case: Case, cluster: Cluster) -> float:
+    """Returns the seconds in which gradients are copied into a bucket and reduced; `count` and `experts` are bytes, and
+    `axes` those of `rings`."""
     on_gpu, device, seconds = cluster.backend == "nccl", cluster.device, 0.0
-    axes, is_spread = rings(cluster, case.sizes), bool(case.spread_gradients)
+    is_spread = bool(case.spread_gradients)
     for axis, held in ((COPIES, count), (EXPERT_COPIES, experts)):
         if axes[axis].size > 1 and held:
             seconds += device.moving_seconds(passes(axes[axis].size, is_spread, on_gpu) * held, 2 * held)
@@ -133,11 +135,10 @@ def passes(ranks: int, is_spread: bool, on_gpu: bool) -> float:
 
 
 def _contended(
-    layout: Layout, times: Mapping[Name, float], profile: Profile, case: Case, cluster: Cluster
+    layout: Layout, times: Mapping[Name, float], profile: Profile, ring: Ring, case: Case, cluster: Cluster
 ) -> dict[tuple[Name, Name], Pair]:
     """Returns a pair of the longest gradient reduction with an operator of each kind under mutual slowdown; none if no
     other rank adds to gradients."""
-    ring = rings(cluster, case.sizes)[COPIES]
     if ring.size == 1:
         return {}
     link = Kind.INTER_NODE if ring.crosses else Kind.INTRA_NODE
@@ -191,13 +192,13 @@ def is_cast(row: Parameter) -> bool:
     return row.flat is not None and row.flat.itemsize != row.itemsize
 
 
-def gather_seconds(kept: Kept, case: Case, cluster: Cluster) -> float:
+def gather_seconds(kept: Kept, axes: Mapping[str, Ring], case: Case, cluster: Cluster) -> float:
     """Returns the seconds in which a rank casts its shard of some weights, if need be and unless the host has done so,
-    and gathers the full weights."""
+    and gathers the full weights; `axes` are those of `rings`."""
     flat, row = kept
     assert row.flat is not None
     axis, ranks, itemsize = copies_axis(row.cut.mesh_axis), _ranks(row, case), row.flat.itemsize
-    ring = rings(cluster, case.sizes)[axis]
+    ring = axes[axis]
     moved = flat.bytes / itemsize / ranks * (PARAMETER + itemsize)
     seconds = cluster.device.moving_seconds(moved) if itemsize != PARAMETER and not case.config.offload else 0.0
     if ranks > 1:

@@ -18,7 +18,6 @@ from enum import Enum
 from hf_helix.config import AUTO
 from hf_helix.doctor.amounts.records import Amounts
 from hf_helix.doctor.case import Case
-from hf_helix.doctor.estimate import LEAST
 from hf_helix.doctor.memory import Drawing
 from hf_helix.doctor.traffic import timed_traffic
 from hf_helix.planning.choice.memory import MemoryLimit
@@ -34,7 +33,7 @@ from hf_helix.planning.schedule.named import FOLDED, NAMED_SCHEDULES
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.profile import Profile
-from hf_helix.planning.window.layout import Layout, named_operators, sub_layout
+from hf_helix.planning.window.layout import Layout, sub_layout
 from hf_helix.planning.window.window import COMPUTE, STREAMS
 from hf_helix.runtime.streams.trace import Interval, common, merge
 
@@ -61,8 +60,8 @@ WRITTEN, SETTLED = 64, 8
 than `predict` simulates."""
 
 NEGLIGIBLE = 0.005
-"""The part of a window, in which a rank waits for others, up to which all of it counts as bubble: a second window, with
-transfers that take no time, tells bubble and exposed transfers apart."""
+"""The part of a window, in which a rank waits for others, up to which all of it counts as bubble: the slot clock, which
+tells bubble and exposed transfers apart, is not more exact."""
 
 NEGLIGIBLE_SUMS = 0.002
 """The part of a window with gradient reductions only, up to which a search does not look for weight gradients to defer:
@@ -215,16 +214,16 @@ class WindowClock:
         """Returns the seconds of the window."""
         if self._has_few_layers:
             return self._quick()
-        # the update of weights on a host hides a part of the waits
-        is_asked = self.fidelity is Fidelity.TIMED and self._case.config.offload
-        if self._known is not None:
-            return replace(self._known, waits=self._waits()) if is_asked else self._known
         drawn = self._drawn() if self.fidelity is Fidelity.DRAWN else None
-        parts = drawn or self._parts(self.planned, self._microbatches)
-        seconds, reductions = parts.seconds - parts.reduction_seconds, parts.reduction_seconds
-        timed = WindowTime(seconds, reductions, parts.copy_seconds)
-        if self.fidelity in (Fidelity.QUICK, Fidelity.TIMED):
-            return replace(timed, waits=self._waits()) if is_asked else timed
+        timed = self._known
+        if timed is None:
+            parts = drawn or self._parts(self.planned, self._microbatches)
+            seconds, reductions = parts.seconds - parts.reduction_seconds, parts.reduction_seconds
+            timed = WindowTime(seconds, reductions, parts.copy_seconds)
+        if self._case.config.offload and self.fidelity is not Fidelity.QUICK:  # an update on a host hides some waits
+            timed = replace(timed, waits=self._waits())
+        if self._known is not None or self.fidelity in (Fidelity.QUICK, Fidelity.TIMED):
+            return timed
         drawing = (drawn.instructions, drawn.timeline) if drawn else None
         return replace(self.detailed(timed, drawn), drawing=drawing)
 
@@ -240,22 +239,21 @@ class WindowClock:
         if self._ranks > 1:  # a rank waits for transfers, or for computation of others
             bubble = idle = max(0.0, timed.seconds - self._alone())
             if idle > NEGLIGIBLE * timed.seconds:
-                bubble = max(0.0, idle - max(0.0, timed.seconds - self._without_transfers()))
+                bubble = idle * self._part_of_others()
             exposed[Kind.PIPELINE] = idle - bubble
-        return replace(timed, waits=self._waits(), bubble=bubble, exposed=exposed)
+        waits = timed.waits if self._case.config.offload else self._waits()
+        return replace(timed, waits=waits, bubble=bubble, exposed=exposed)
 
     def _alone(self) -> float:
         """Returns the seconds of the window of the busiest rank by itself."""
         found = self._own_parts(self.planned.plan, self._own)
         return found.seconds - found.reduction_seconds
 
-    def _without_transfers(self) -> float:
-        """Returns the seconds of the window if transfers between stages took no time."""
-        profile = self.planned.profile
-        times = {name: LEAST for name, op in named_operators(profile.layout) if op.kind is Kind.PIPELINE}
-        free = replace(self.planned, profile=replace(profile, times={**profile.times, **times}))
-        found = self._parts(free, self._microbatches)
-        return found.seconds - found.reduction_seconds
+    def _part_of_others(self) -> float:
+        """Returns the part of a rank's waits in which it would wait for computation of others as well if transfers took
+        no time, by the slot clock."""
+        waits, without_transfers = (self._idle_part(costs) for costs in (self._costs, replace(self._costs, transfer=0)))
+        return min(1.0, without_transfers / waits) if waits else 1.0
 
     def _exposed_by_kind(self, drawn: Prediction | None) -> dict[Kind, float]:
         """Returns the exposed seconds of each kind of communication: of the drawn window, else extrapolated."""
@@ -301,16 +299,16 @@ class WindowClock:
             (near.copy_seconds, far.copy_seconds),
         )
         seconds, reductions, copies = (max(0.0, more + factor * (more - few)) for few, more in pairs)
-        waits = self._idle_part() * seconds if self._ranks > 1 else 0.0
+        waits = self._idle_part(self._costs) * seconds if self._ranks > 1 else 0.0
         return WindowTime(seconds + waits, reductions, copies)
 
-    def _idle_part(self) -> float:
+    def _idle_part(self, costs: Costs) -> float:
         """Returns how long the busiest rank waits for others by the slot clock, in parts of the time of its slots; of a
         long window from two short ones."""
 
         def idle(count: int) -> tuple[float, float]:
             schedule = schedule_of(self.named, self._ranks, count, self.layout.is_spread)
-            found = simulate_schedule(schedule, self.layout.ranks, self._costs)
+            found = simulate_schedule(schedule, self.layout.ranks, costs)
             waits = found.seconds * found.bubbles[self.busiest]
             return waits, found.seconds - waits
 
@@ -355,9 +353,10 @@ class WindowClock:
 
 def _ends_soon(window: Prediction | WindowTime) -> bool:
     """Returns whether so little of a window is only for gradient reductions that no deferred weight gradients could
-    shorten it by more than `NEGLIGIBLE_SUMS`."""
-    reductions = window.reduction_seconds if isinstance(window, Prediction) else window.reductions
-    return reductions <= NEGLIGIBLE_SUMS * window.seconds
+    shorten a step by more than `NEGLIGIBLE_SUMS`. Copies to the host do not count: its updates hide them."""
+    if isinstance(window, Prediction):
+        return window.reduction_seconds - window.copy_seconds <= NEGLIGIBLE_SUMS * window.seconds
+    return window.reductions - window.copies <= NEGLIGIBLE_SUMS * window.seconds
 
 
 def long_window(predicted: Callable[[int], Prediction], microbatches: int, num_ranks: int) -> Prediction:

@@ -128,17 +128,22 @@ def _defaults(kind: Any) -> list[tuple[str, Any]]:
 
 def to_json(value: Any) -> Any:
     """Returns a value of plain types: a tuple as a list, and a list or a mapping as an object."""
-    if value is None or isinstance(value, (bool, int, float, str)):
+    kind: Any = value.__class__
+    if kind in _PLAIN:
         return value
-    if isinstance(value, Enum):
-        return {IS: type(value).__name__, "value": value.value}
+    if kind is tuple:
+        return [to_json(each) for each in value]
     if is_dataclass(value):
-        made = {IS: type(value).__name__}
-        for name, usual in _defaults(value.__class__):
+        made = {IS: kind.__name__}
+        for name, usual in _defaults(kind):
             given = getattr(value, name)
-            if usual is MISSING or given != usual:
-                made[name] = to_json(given)
+            if given is not usual and (usual is MISSING or given != usual):
+                made[name] = given if given.__class__ in _PLAIN else to_json(given)
         return made
+    if isinstance(value, Enum):
+        return {IS: kind.__name__, "value": value.value}
+    if isinstance(value, (int, float, str)):
+        return value
     if isinstance(value, tuple):
         return [to_json(each) for each in value]
     if isinstance(value, list):
@@ -147,7 +152,11 @@ def to_json(value: Any) -> Any:
         return {IS: "mapping", "items": [[to_json(key), to_json(each)] for key, each in value.items()]}
     if isinstance(value, ValueError):
         return {IS: "ValueError", "text": str(value)}
-    raise TypeError(f"{type(value).__name__} is not kept on disk")
+    raise TypeError(f"{kind.__name__} is not kept on disk")
+
+
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+"""The types of JSON."""
 
 
 def from_json(data: Any, classes: Mapping[str, Any] = CLASSES) -> Any:

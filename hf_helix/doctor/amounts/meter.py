@@ -3,8 +3,8 @@
 In:   calls of torch's operators, under the label of the calling graph operator.
 Out:  for each label: its kernels, with the floating-point operations and bytes of each, and the change of live memory.
 Must hold: views are no kernels; a value written in place is also read. Layers repeat the same calls, so the shapes of
-results are cached: only of operators whose results depend only on the shapes of arguments. An operator that returns
-views or writes to arguments runs each time.
+results and the kernels are cached: only of operators whose results depend only on the shapes of arguments. An operator
+that returns views or writes to arguments runs each time.
 """
 
 from __future__ import annotations
@@ -39,26 +39,30 @@ _UNRULED = torch.ops.aten.addmm.dtype_out, torch.ops.aten.baddbmm.dtype_out
 _INDEXING = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
 """Operators that take indices of the host on the meta device."""
 
-_made: dict[object, Any] = {}
-"""Twins of results by operator and arguments; None if the shapes do not suffice to make the result again."""
+_made: dict[object, tuple[Any, Kernel | None] | None] = {}
+"""Twins of results, and kernels, by operator and arguments; None if the shapes do not suffice to make these again."""
 
 
-def made_on_meta(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]) -> Any:
-    """Returns the result of an operator, an overload such as `aten.mm.default`; `inputs` are the tensors among its
-    arguments."""
-    if function in _UNRULED:
-        return kwargs["out"]
+def made_on_meta(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
+) -> tuple[Any, list[Tensor], Kernel | None]:
+    """Returns the result of an operator, an overload such as `aten.mm.default`, the tensors in it, and its kernel;
+    `inputs` are the tensors among its arguments."""
     key = _key_of(function, args, kwargs) if _only_makes(function) else None
-    if key is None:
-        args, kwargs = _with_sizes(function, args, kwargs, inputs)
-        return function(*args, **kwargs)
-    known = _made.get(key)
+    known = None if key is None else _made.get(key)
     if known is not None:
-        return _twin(known)
-    result = function(*args, **kwargs)
-    if key not in _made:
-        _made[key] = _twin(result) if _is_new(result, inputs) else None
-    return result
+        result = _twin(known[0])
+        return result, tensors_in(result), known[1]
+    if function in _UNRULED:
+        result = kwargs["out"]
+    else:
+        given = (args, kwargs) if key is not None else _with_sizes(function, args, kwargs, inputs)
+        result = function(*given[0], **given[1])
+    outputs = tensors_in(result)
+    kernel = kernel_of(function, args, kwargs, inputs, outputs)
+    if key is not None and key not in _made:
+        _made[key] = (_twin(result), kernel) if _is_new(result, inputs) else None
+    return result, outputs, kernel
 
 
 def _with_sizes(function: Any, args: Any, kwargs: Any, inputs: Sequence[Tensor]) -> tuple[Any, Any]:
@@ -101,6 +105,18 @@ def _only_makes(function: Any) -> bool:
 
 
 @functools.cache
+def _only_views(function: Any) -> bool:
+    """Returns whether an operator is declared to return views of an argument, and nothing else."""
+    schema = getattr(function, "_schema", None)
+    return (
+        schema is not None
+        and bool(schema.returns)
+        and not _writes(function)
+        and all(each.alias_info is not None for each in schema.returns)
+    )
+
+
+@functools.cache
 def _writes(function: Any) -> bool:
     """Returns whether an operator is declared to write to one of its arguments."""
     return any(each.alias_info is not None and each.alias_info.is_write for each in function._schema.arguments)
@@ -118,12 +134,15 @@ def _key_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ob
 
 
 def _described(value: Any) -> object:
-    """Returns the properties of an argument on which shapes of results depend. Raises TypeError for a tensor outside
-    the meta device, whose values may matter, and for NaN, never found again in a cache."""
+    """Returns the properties of an argument on which shapes of results and bytes of a kernel depend. Raises TypeError
+    for a tensor outside the meta device, whose values may matter, and for NaN, never found again in a cache."""
     if isinstance(value, Tensor):
         if not value.is_meta:
             raise TypeError
-        return value.shape, value.stride(), value.dtype
+        strides = value.stride()
+        if 0 in strides:  # of an expanded tensor the kernel reads the storage
+            return value.shape, strides, value.dtype, value.untyped_storage().nbytes()
+        return value.shape, strides, value.dtype
     if isinstance(value, tuple | list):
         return tuple([_described(each) for each in value])
     if value != value:
@@ -217,17 +236,17 @@ class Meter(TorchDispatchMode):
         if self._now is not None:
             self._now.kernels.append(kernel)
 
-    def few_parts(self, parts: Sequence[slice]) -> Iterator[slice]:
-        """Yields at most three equal parts of a loop in a row, and counts the kernels of the third for the others. The
-        third holds as much memory as a later one: what is left of the parts before is live."""
+    def few_parts(self, parts: Sequence[slice], settled: int) -> Iterator[slice]:
+        """Yields at most `settled` equal parts of a loop in a row, see `run_parts`, and counts the kernels of the last
+        for the others."""
         for _, group in itertools.groupby(parts, key=lambda part: part.stop - part.start):
             equal = list(group)
-            yield from equal[:2]
-            if len(equal) > 2:
+            yield from equal[: settled - 1]
+            if len(equal) >= settled:
                 begin = self._num_kernels
-                yield equal[2]
+                yield equal[settled - 1]
                 if self._now is not None:
-                    self._now.kernels += self._now.kernels[begin:] * (len(equal) - 3)
+                    self._now.kernels += self._now.kernels[begin:] * (len(equal) - settled)
 
     @property
     def _num_kernels(self) -> int:
@@ -244,16 +263,16 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with DisableTorchFunction():  # sizes are read without `FusedKernels`
+            if _only_views(function):
+                return function(*args, **(kwargs or {}))
             inputs = tensors_in(args)
             if kwargs:
                 inputs += tensors_in(kwargs)
-            result = made_on_meta(function, args, kwargs or {}, inputs)
-            outputs = tensors_in(result)
+            result, outputs, kernel = made_on_meta(function, args, kwargs or {}, inputs)
             news = [self._allocate(leaf.untyped_storage()) for leaf in outputs]
             if self._now is not None and self.counts:
                 if True in news:
                     self._now.peak = max(self._now.peak, self._bytes - self._start)
-                kernel = kernel_of(function, args, kwargs or {}, inputs, outputs)
                 if kernel is not None:
                     self._now.kernels.append(kernel)
         return result

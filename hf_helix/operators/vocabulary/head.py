@@ -92,14 +92,14 @@ def tiles_of_head(
         kept: the products of all tiles, which stay as they are; computed if empty.
     """
     places = [slice(first, min(first + rows, len(weight))) for first in range(0, len(weight), rows)]
-    for start in range(0, max(1, len(hidden)), TOKENS):
-        tokens = slice(start, min(start + TOKENS, len(hidden)))
+    starts = range(0, max(1, len(hidden)), TOKENS)
+    for tokens in run_parts([slice(start, min(start + TOKENS, len(hidden))) for start in starts]):
         values = hidden[tokens].to(dtype)
-        for place in run_parts(places):
+        for place in run_parts(places, 3):
             matrix, added = weight[place].to(dtype), None if bias is None else bias[place].to(dtype)
             take = partial(sums.add, tokens, place, values, matrix)
             number = place.start // rows
-            known = kept[start // TOKENS * len(places) + number] if kept else None
+            known = kept[tokens.start // TOKENS * len(places) + number] if kept else None
             products = functional.linear(values, matrix, added) if known is None else known
             yield Tile(number, tokens, place.start, products, torch.empty_like(products) if kept else None, take)
 

@@ -37,14 +37,20 @@ CHUNK = {"cpu": 2**20, "cuda": 2**26}
 """The most logits computed in fp32 at a time. On CUDA 256 MiB, which is 512 tokens of 128 thousand rows, so that
 kernels are few; on a CPU 4 MiB, which stay in its caches."""
 
-Parts = Callable[[Sequence[slice]], Iterable[slice]]
+Parts = Callable[[Sequence[slice], int], Iterable[slice]]
 
-_run: ContextVar[Parts] = ContextVar("_run", default=iter)
+_run: ContextVar[Parts] = ContextVar("_run", default=lambda parts, settled: iter(parts))
 
 
-def run_parts(parts: Sequence[slice]) -> Iterable[slice]:
-    """Returns the parts to run of a loop over tiles or chunks, in order: all, unless `counting` says otherwise."""
-    return _run.get()(parts)
+def run_parts(parts: Sequence[slice], settled: int = 2) -> Iterable[slice]:
+    """Returns the parts to run of a loop over tiles or chunks, in order: all, unless `counting` says otherwise.
+
+    Args:
+        parts: of the loop.
+        settled: the number of equal parts in a row of which the last holds as much memory as a later one would, with
+            what is left of the parts before.
+    """
+    return _run.get()(parts, settled)
 
 
 @contextmanager

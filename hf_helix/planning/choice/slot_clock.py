@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from hf_helix.planning.graph.backward import SEND
@@ -276,17 +276,15 @@ class Simulated:
 
     Attributes:
         ranks: the rank of every virtual stage.
+        costs: of its stages.
         starts, ends: of each slot of each rank, in seconds from the start of the window.
-        live: of each rank, the most activations, each of one stage and micro-batch, that are alive at once.
-        shares: the same by size, in proportion to the F of a stage; 1 is a micro-batch on an average rank.
     """
 
     schedule: Schedule
     ranks: tuple[int, ...]
+    costs: Costs
     starts: list[list[float]]
     ends: list[list[float]]
-    live: list[int]
-    shares: list[float]
 
     @property
     def seconds(self) -> float:
@@ -312,6 +310,21 @@ class Simulated:
         """The number of fused slots of each rank."""
         return [sum(slot.fused for slot in slots) for slots in self.schedule]
 
+    @property
+    def live(self) -> list[int]:
+        """Of each rank, the most activations, each of one stage and micro-batch, that are alive at once."""
+        return [live for live, _ in self._peaks]
+
+    @property
+    def shares(self) -> list[float]:
+        """The most live activations of each rank by size, in proportion to the F of a stage; 1 is a micro-batch on an
+        average rank."""
+        return [share for _, share in self._peaks]
+
+    @cached_property
+    def _peaks(self) -> list[tuple[int, float]]:
+        return [_peaks_of(slots, self.costs, max(self.ranks) + 1) for slots in self.schedule]
+
 
 def simulate_schedule(schedule: Schedule, ranks: Sequence[int], costs: Costs) -> Simulated:
     """Runs a schedule on the slot clock.
@@ -333,11 +346,10 @@ def simulate_schedule(schedule: Schedule, ranks: Sequence[int], costs: Costs) ->
         [start + timed.seconds for start, timed in zip(starts, row, strict=True)]
         for starts, row in zip(run.starts, rows, strict=True)
     ]
-    held = [_peaks(slots, costs, max(ranks) + 1) for slots in schedule]
-    return Simulated(schedule, tuple(ranks), run.starts, ends, [live for live, _ in held], [share for _, share in held])
+    return Simulated(schedule, tuple(ranks), costs, run.starts, ends)
 
 
-def _peaks(slots: Sequence[Slot], costs: Costs, num_ranks: int) -> tuple[int, float]:
+def _peaks_of(slots: Sequence[Slot], costs: Costs, num_ranks: int) -> tuple[int, float]:
     """The most activations that are alive at once on a rank, counted and by size."""
     size = [seconds * num_ranks / sum(costs.forward) for seconds in costs.forward]
     live, share, max_live, max_share = 0, 0.0, 0, 0.0

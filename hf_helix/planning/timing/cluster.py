@@ -54,6 +54,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -91,13 +92,16 @@ class Curve:
 
     def at(self, size: float) -> float:
         """Returns the value at a size."""
-        sizes = [point[0] for point in self.points]
-        place = bisect_left(sizes, size)
-        if place == 0 or place == len(sizes):
-            return self.points[min(place, len(sizes) - 1)][1]
+        place = bisect_left(self._sizes, size)
+        if place == 0 or place == len(self.points):
+            return self.points[min(place, len(self.points) - 1)][1]
         (low, first), (high, last) = self.points[place - 1 : place + 1]
         share = math.log(size / low) / math.log(high / low)
         return first + share * (last - first)
+
+    @cached_property
+    def _sizes(self) -> list[float]:
+        return [size for size, _ in self.points]
 
 
 @dataclass(frozen=True)

@@ -72,15 +72,18 @@ def test_windows_take_as_long_by_coarse_amounts(pp: int, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_equal_tiles_are_counted_once(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tokens", [LENGTH // 4, 2 * LENGTH])
+def test_equal_tiles_are_counted_once(tokens: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles of the tokens, or of the rows, or of both."""
     monkeypatch.setattr(head, "WHOLE", 1)
+    monkeypatch.setattr(head, "TOKENS", tokens)
     monkeypatch.setattr(head, "ROWS", LLAMA["vocab_size"] // 6)
     monkeypatch.setitem(statistics.CHUNK, "cuda", 2**14)
     monkeypatch.setitem(statistics.CHUNK, "cpu", 2**14)
     few = amounts_of(MODEL, HelixConfig(), 2, LENGTH, backend=backend)
     ran: list[int] = []
 
-    def every(meter: Meter, parts: Sequence[slice]) -> Iterator[slice]:
+    def every(meter: Meter, parts: Sequence[slice], settled: int) -> Iterator[slice]:
         ran.append(len(parts))
         yield from parts
 

@@ -10,6 +10,7 @@ from support.simulated import case_of, cluster_with, counted, layout_of_training
 
 from hf_helix.doctor.amounts.records import Amounts
 from hf_helix.doctor.case import Case
+from hf_helix.doctor.estimate import rings
 from hf_helix.doctor.step import layout_of, profile_of, simulate_step
 from hf_helix.doctor.traffic import (
     cast_seconds,
@@ -112,7 +113,9 @@ def test_gathers_cast_and_send_parts() -> None:
     amounts = of_llama(bf16=True)
     units = amounts.layout.units
     seconds = {
-        (tuple(units[unit] for unit in kept[0].readers), kept[0].name): gather_seconds(kept, SHARDED, CLUSTER)
+        (tuple(units[unit] for unit in kept[0].readers), kept[0].name): gather_seconds(
+            kept, rings(CLUSTER, SHARDED.sizes), SHARDED, CLUSTER
+        )
         for kept in kept_weights(amounts, SHARDED)
     }
     table = 128 * 64

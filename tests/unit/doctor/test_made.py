@@ -43,7 +43,7 @@ def described(result: Any) -> list[Any]:
 
 
 def made(function: Any, args: Any, kwargs: Any) -> Any:
-    return made_on_meta(function, args, kwargs, tensors_in((args, kwargs)))
+    return made_on_meta(function, args, kwargs, tensors_in((args, kwargs)))[0]
 
 
 @pytest.mark.parametrize("name", MAKES)
@@ -58,6 +58,16 @@ def test_what_is_made_again_is_as_torch_makes_it(name: str, monkeypatch: pytest.
     assert set(calls.names) <= {"empty_strided"}, "it was known"
     assert described(again) == expected
     assert type(again) is type(function(*args(), **kwargs))
+
+
+def test_a_kernel_reads_the_storage_of_an_expanded_argument(monkeypatch: pytest.MonkeyPatch):
+    """Its shape and strides do not tell how large the storage is."""
+    monkeypatch.setattr(meter, "_made", {})
+    own, other = meta(1, 4).expand(3, 4), meta(8, 4)[:1].expand(3, 4)
+    for values, read in ((own, 4 * 4), (other, 3 * 4 * 4)) * 2:
+        _, _, kernel = made_on_meta(aten.neg.default, (values,), {}, [values])
+        assert kernel is not None
+        assert kernel.bytes == read + 3 * 4 * 4
 
 
 def test_the_type_that_is_made_by_default_is_that_of_now():
