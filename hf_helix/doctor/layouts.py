@@ -221,12 +221,14 @@ class Search:
         candidates = list(layouts(self.cluster, self.model.experts > 1))
         self._leaders = Leaders(candidates, self.wanted) if self.wanted else None
         is_rival = Sizes(dp=self.cluster.devices) in candidates and self.cluster.devices > 1
-        steps, dropped, rivals = self._searched(candidates, RIVALS if is_rival else ())
+        promising = self._promising(candidates)
+        ahead = {each: self._on_host(each)._searched(candidates) for each in self._expected_on_host(promising)}
+        steps, dropped, rivals = self._searched(candidates, RIVALS if is_rival else (), promising)
         offloads = dict(self.offloads)
         while True:
             while asked := self._asked_of_host(ranked(steps), offloads):
                 del offloads[asked]
-                further, dropped, _ = self._on_host(asked)._searched(candidates)
+                further, dropped, _ = ahead.get(asked) or self._on_host(asked)._searched(candidates)
                 steps += further
             steps, unfit = self._timed(steps)
             dropped += unfit
@@ -238,11 +240,12 @@ class Search:
         return Ranking(shown, sorted(reasons.values(), key=lambda each: candidates.index(each.case.sizes)), rivals)
 
     def _searched(
-        self, candidates: Sequence[Sizes], rivals: Sequence[str] = ()
+        self, candidates: Sequence[Sizes], rivals: Sequence[str] = (), promising: Sequence[Sizes] | None = None
     ) -> tuple[list[Step], list[Dropped], list[RivalStep]]:
-        """Returns a step for each layout that fits, below `Fidelity.TIMED`; the other layouts; and the rivals."""
+        """Returns a step for each layout that fits, below `Fidelity.TIMED`; the other layouts; and the rivals.
+        `promising` are the layouts in the order of `_promising`, if known."""
         reason = self._holds_never()
-        pieces = [*([] if reason else self._promising(candidates)), *rivals]
+        pieces = [*(self._promising(candidates) if promising is None else promising), *rivals]
         made = [*self._told(SIMULATING, self._in_processes(self._answered, pieces), len(pieces))]
         dropped = [each for each in made if isinstance(each, Dropped)]
         if reason:
@@ -261,6 +264,18 @@ class Search:
     def _on_host(self, offload: str | None) -> Search:
         """Returns the search of layouts with states or weights on the host."""
         return replace(self, usual=self.usual.changed(offload=offload))
+
+    def _expected_on_host(self, promising: Sequence[Sizes]) -> list[str]:
+        """Returns what may lie on the host and will be asked of it, since the most promising layout recomputes: it is
+        looked at first, and most layouts that recompute are then slower than known ones."""
+        helping = [offload for offload, helps in self.offloads.items() if helps][:1]
+        if not helping or not promising or self._leaders is None:
+            return []
+        try:
+            recomputes = self._fitting(self._smallest(promising[0]), None)[0].recompute != "none"
+        except ValueError:  # it does not fit with full weights
+            recomputes = True
+        return helping if recomputes else []
 
     def _asked_of_host(self, steps: Sequence[Step], offloads: Mapping[str, bool]) -> str | None:
         """Returns the first of what may lie on the host, if nothing fits, or if that may make the fastest of the steps
@@ -290,7 +305,10 @@ class Search:
 
     def _promising(self, candidates: Sequence[Sizes]) -> list[Sizes]:
         """Returns the layouts, the most promising first: the earlier fast layouts are known, the fewer windows of
-        others are predicted. As much is recomputed as fits, but where even without the layout is none of the first."""
+        others are predicted. As much is recomputed as fits, but where even without the layout is none of the first.
+        None are promising if all devices together do not hold the model."""
+        if self._holds_never():
+            return []
         counted = self._told(COUNTING, map(self._promise, candidates), len(candidates))
         promises = dict(zip(candidates, counted, strict=True))
         found: list[float] = []

@@ -24,6 +24,7 @@ from hf_helix.planning.window.passes import OrderedWindow
 from hf_helix.planning.window.window import STREAMS
 
 COPIES = (1, 3, 7, 15, 31)  # repetitions to simulate; more while the times are not periodic
+AT_FIRST = 3  # of these on several ranks: one sufficed in 2 of 25 windows
 MICROBATCHES = 48  # in all repetitions, unless there are only `COPIES[0]`
 NEAR = 1e-6  # times that differ by a smaller part are equal
 
@@ -63,8 +64,9 @@ def predict(plan: Plan, profile: Profile, schedule: Schedule, timeline: bool = F
     window = order_window(plan, schedule, profile.layout)
     if not window.repeats:
         return _simulated(window, 0, profile)[0]
-    for copies in (min(copies, window.repeats) for copies in COPIES):
-        if copies > COPIES[0] and copies * window.shift > MICROBATCHES:
+    first = AT_FIRST if len(schedule) > 1 and AT_FIRST * window.shift <= MICROBATCHES else COPIES[0]
+    for copies in (min(copies, window.repeats) for copies in COPIES if copies >= first):
+        if copies > first and copies * window.shift > MICROBATCHES:
             break
         made, gaps = _simulated(window, copies, profile)
         left, period = window.repeats - copies, _period(gaps)
