@@ -755,7 +755,7 @@ class Search:
             elif not fitting:
                 least = min(least, self._least(ways))
         if not fitting:
-            raise ValueError(needs_text(least, self.cluster.device.memory))
+            raise ValueError(needs_text(least, self.cluster.device.memory, exact=self.model.is_counted(ways[-1])))
         return fitting
 
     def _schedules(self, case: Case) -> Sequence[str]:
@@ -766,11 +766,33 @@ class Search:
 
     def _first_fitting(self, ways: Sequence[Case]) -> Case | None:
         """Returns the first case that fits; None if none does."""
-        return next((way for way in ways if self._memory(way) <= self.cluster.device.memory), None)
+        return next((way for way in ways if self._bytes(way) <= self.cluster.device.memory), None)
 
     def _least(self, ways: Sequence[Case]) -> float:
         """Returns the least memory of the cases with the most recomputation."""
-        return min(self._memory(way) for way in ways if way.recompute == ways[-1].recompute)
+        return min(self._bytes(way) for way in ways if way.recompute == ways[-1].recompute)
+
+    def _bytes(self, case: Case) -> float:
+        """Returns the memory of a case; less for one that then does not fit either, and is not counted."""
+        least = self._least_bytes(case)
+        return least if least > self.cluster.device.memory else self._memory(case)
+
+    def _least_bytes(self, case: Case) -> float:
+        """Returns the bytes that a case of sharded weights, or of weights on the host, needs at least: its weights,
+        gradients and states, and the activations of full weights with micro-batches that are no larger; 0 if these are
+        not counted."""
+        if not (case.spread_weights or case.streams_weights) or self.model.is_counted(case):
+            return 0.0
+        offload = None if case.streams_weights else case.config.offload
+        full = case.changed(shard_parameters=False, offload=offload, reduce_gradients=REDUCE_GRADIENTS[1])
+        smaller = (replace(full, batch=batch) for batch in reversed(self.batches) if batch <= case.batch)
+        counted = next(filter(self.model.is_counted, smaller), None)
+        if counted is None:
+            return 0.0
+        amounts = self.model.amounts(counted)
+        layout, without_copies = layout_of(amounts, case), replace(amounts, copies={})
+        peaks = [Peak(peak.activations) for peak in self._peaks_of(counted, amounts, layout)]
+        return memory_of_case(without_copies, case, layout, peaks).total
 
     def _memory(self, case: Case) -> float:
         named = possible_names(case.config.schedule, case.sizes.pp, case.config.spread_vocabulary)

@@ -61,16 +61,18 @@ def bytes_text(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
-def needs_text(needed: float, budget: float, least: str = "with all that saves memory") -> str:
+def needs_text(needed: float, budget: float, least: str = "with all that saves memory", exact: bool = True) -> str:
     """Returns why bytes do not fit.
 
     Args:
         needed: the bytes.
         budget: the bytes of a device.
         least: what they are for, or what saves memory.
+        exact: whether more are not needed.
     """
     more = f", {bytes_text(needed - budget)} too much" if bytes_text(needed) == bytes_text(budget) else ""
-    return f"needs {bytes_text(needed)} of a device that has {bytes_text(budget)}{more}, {least}"
+    needed_text = bytes_text(needed) if exact else f"at least {bytes_text(needed)}"
+    return f"needs {needed_text} of a device that has {bytes_text(budget)}{more}, {least}"
 
 
 def held_weights(amounts: Amounts, layout: Layout, rank: int) -> Weights:

@@ -121,6 +121,10 @@ class SimulatedModel:
             raise amounts
         return amounts
 
+    def is_counted(self, case: Case) -> bool:
+        """Returns whether the amounts of a case are known, of a model that can be cut like this."""
+        return isinstance(self._amounts.get(self._key_of(case)[0]), Amounts)
+
     def of_window(self, case: Case) -> Amounts:
         """Returns the amounts of a rank for the time of a window: coarse ones if no layer communicates, since windows
         of all layers then take as long within 0.1 %. Raises as `amounts`."""
