@@ -298,7 +298,7 @@ def _count_positions(looked_up: Sequence[Lookup]) -> int | None:
 @contextlib.contextmanager
 def _narrow_lookups() -> Iterator[list[Lookup]]:
     """Returns the context in which lookups in tables of positions give one feature, as the embeddings have one feature,
-    and norms and projections of embeddings return their value.
+    norms return their value, and projections one feature of it, also of several embeddings side by side.
 
     Only the first pipeline rank has these tables. Yields the list of lookups.
     """
@@ -311,7 +311,10 @@ def _narrow_lookups() -> Iterator[list[Lookup]]:
     def unchanged(value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return value
 
-    changed = {"embedding": embedding, "layer_norm": unchanged, "linear": unchanged}
+    def projected(value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return value[..., :1]
+
+    changed = {"embedding": embedding, "layer_norm": unchanged, "linear": projected}
     with replaced([(vars(functional), changed)]):
         yield looked_up
 

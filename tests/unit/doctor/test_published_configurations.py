@@ -33,6 +33,11 @@ FAST = ("openai-community/gpt2", "facebook/opt-350m")
 """Dropout, and narrow embeddings."""
 
 
+EXCUSED = ("kimi_k2", "the doctor counts without values", "draws random numbers in training")
+"""Of refusals of proven classes: Transformers has no class, a block's work depends on values, and a published
+option draws noise, as `moe_jitter_eps` of DBRX."""
+
+
 def test_there_are_configurations_of_many_classes() -> None:
     assert len({values["model_type"] for values in PUBLISHED.values()}) >= 40
 
@@ -65,7 +70,7 @@ def test_every_question_has_an_answer_or_a_refusal(name: str, tmp_path: Path, ca
     except ValueError as error:
         whole = str(error)
     is_proven = PUBLISHED[name]["architectures"][0] in read_census().proven_on("tp2", "pp2")
-    assert not whole or not is_proven or "kimi_k2" in whole
+    assert not whole or not is_proven or any(text in whole for text in EXCUSED)
     refused += [whole] * bool(whole)
     assert all("\n" not in text and len(text) > 20 for text in refused)
     said = capfd.readouterr()

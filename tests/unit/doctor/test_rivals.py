@@ -194,7 +194,7 @@ def test_a_llama_of_1_billion_parameters_on_one_h100(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fused", "compiled", "eager"), [(False, 1.24, 1.43), (True, 1.54, 1.78)])
+@pytest.mark.parametrize(("fused", "compiled", "eager"), [(False, 1.24, 1.43), (True, 1.50, 1.74)])
 def test_a_llama_of_8_billion_parameters_with_fsdp_of_torchtitan(
     fused: bool, compiled: float, eager: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,9 @@ SAMPLE = (
 NOT_MADE = {
     "Gemma3nForConditionalGeneration": "timm",  # its image tower is of that package
     "Gemma4AssistantForCausalLM": "hidden_size_per_layer_input",  # the defaults of its configuration make no model
-    "Gemma4UnifiedAssistantForCausalLM": "layer types",  # shares the keys and values of another model
+    # shares the keys and values of another model
+    "Gemma4UnifiedAssistantForCausalLM": "layer types|shared_kv_states",
+    "DoryForCausalLM": "n_recurrent_layers",  # three counts add up to the layers
     "GitForCausalLM": "batch_size",  # has no loss without images
     "MusicgenForCausalLM": "shape",  # reads several codebooks beside each other
     "MusicgenMelodyForCausalLM": "shape",

@@ -49,6 +49,12 @@ def test_the_tables_of_positions_bound_the_length_of_rows(name: str, expected: i
     assert expected is None or expected + 2 in {len(table.weight) for table in tables}
 
 
+def test_a_projection_of_embeddings_side_by_side_gives_the_hidden_size() -> None:
+    made = transformers.RoCBertForCausalLM(default_config("RoCBertForCausalLM", 2))
+    assert made.config.concat_input
+    assert family_of(made).token_shape(made) == (made.config.hidden_size,)
+
+
 def test_embeddings_of_every_layer_are_refused_by_name() -> None:
     config = default_config("Gemma4ForCausalLM", 2)
     config.hidden_size_per_layer_input = 8  # as of Gemma 4 E2B and E4B

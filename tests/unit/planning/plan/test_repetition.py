@@ -149,7 +149,7 @@ def test_priority_plans_of_several_ranks_are_valid_within_their_memory_and_hardl
 ):
     """What is predicted is what the programs take; the whole window, ordered at once, takes about as long."""
     profile = profile_for(name, num_ranks, [2, 1, 2, 2, 1, 2, 2, 2], seed)
-    layout, schedule = profile.layout, build_schedule(name, num_ranks, 32)
+    layout, schedule = profile.layout, build_schedule(name, num_ranks, 16 * num_ranks)
     plan = plan_of("greedy" if seed % 2 else "priorities", profile, seed)
     assert order_window(plan, schedule, layout).repeats
     programs, whole = programs_of(schedule, profile, plan), build_programs(schedule, layout, plan)
