@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hf_helix.doctor.step import Step
 
 FROZEN = 2  # bytes of a frozen element, in the type of most checkpoints
+PROMISING = 3  # fitting layouts that a suggestion looks at, the most promising first
 
 
 @dataclass(kw_only=True)
@@ -270,8 +271,8 @@ class DoctorCommand(OnCluster):
         )
 
     def _what_helps(self, simulated: SimulatedModel, tokens: int, least: float = 0.0) -> list[str]:
-        """Returns the changed options under which a quick search finds a layout with more than `least` tokens a second,
-        each with the layout."""
+        """Returns the changed options under which a quick search, of the `PROMISING` layouts that fit, finds one with
+        more than `least` tokens a second, each with the layout."""
         from hf_helix.doctor.amounts.records import STATES
 
         cluster, found = self.scaled_cluster(), []
@@ -287,7 +288,7 @@ class DoctorCommand(OnCluster):
                 if "lora_r" in change and simulated.facts.trained * FROZEN > cluster.devices * cluster.device.memory:
                     continue
                 model = other.simulated_model(cluster) if "lora_r" in change else simulated.on(cluster)
-                steps = other._search(model, cluster, tokens, leading=0).steps
+                steps = other._search(model, cluster, tokens, leading=0, enough=PROMISING).steps
             except ValueError:  # such as no network to further devices
                 continue
             if steps and steps[0].tokens_per_second > least:

@@ -202,6 +202,7 @@ class Search:
     off: float = OFF
     batches: Sequence[int] = BATCHES  # the sizes of micro-batches to choose from
     wanted: int = 0  # number of the fastest layouts to know; others may be of `Fidelity.BOUND`. 0 to know all
+    enough: int = 0  # number of fitting layouts after which less promising ones are not looked at; 0 to look at all
     # what may lie on the host besides what `usual` has there, tried in turn while nothing fits; if true, also if the
     # fastest layout recomputes
     offloads: Mapping[str, bool] = field(default_factory=dict)
@@ -214,7 +215,8 @@ class Search:
         """Returns the layouts by speed, as found before if the question was asked before; none if nothing fits. Raises
         ValueError if the cluster has no rate for the type of matrix products."""
         step = self.batch_tokens, self.off, tuple(self.batches)
-        question = "ranking", self.cluster, step, self.leading, self.layout, self.wanted, tuple(self.offloads.items())
+        wanted = self.leading, self.layout, self.wanted, self.enough
+        question = "ranking", self.cluster, step, *wanted, tuple(self.offloads.items())
         return self.model.answer(question, self.usual, self._found, (Ranking, Dropped, RivalStep, *OF_STEPS))
 
     def _found(self) -> Ranking:
@@ -246,7 +248,11 @@ class Search:
         `promising` are the layouts in the order of `_promising`, if known."""
         reason = self._holds_never()
         pieces = [*(self._promising(candidates) if promising is None else promising), *rivals]
-        made = [*self._told(SIMULATING, self._in_processes(self._answered, pieces), len(pieces))]
+        made: list[Step | Dropped | RivalStep | None] = []
+        for answer in self._told(SIMULATING, self._in_processes(self._answered, pieces), len(pieces)):
+            made.append(answer)
+            if self.enough and sum(isinstance(each, Step) for each in made) == self.enough:
+                break
         dropped = [each for each in made if isinstance(each, Dropped)]
         if reason:
             dropped += [Dropped(self.usual.changed(sizes), reason) for sizes in candidates]
