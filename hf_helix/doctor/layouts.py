@@ -563,14 +563,14 @@ class Search:
             except ValueError as error:  # larger micro-batches need more memory
                 last, is_scarce = Dropped(case, str(error)), True
                 break
-            before, value = best, 0.0
+            before, found = best, list[Step]()
             for bound in sorted(map(self._bound, self._with_slices(smaller)), key=_speed, reverse=True):
-                step = self._quick(bound) if _speed(bound) > _speed(best) else bound
-                value = max(value, _speed(step))
-                best = max(best or step, step, key=_speed)
-            if best is before and value <= high:
+                found.append(self._quick(bound) if _speed(bound) > _speed(best) else bound)
+                best = max(best or found[-1], found[-1], key=_speed)
+            if best is before and max(map(_speed, found)) <= high:
                 break
-            high = value
+            # a bound is no prediction that larger micro-batches could be compared with
+            high = max([high, *(_speed(step) for step in found if step.fidelity is not Fidelity.BOUND)])
         if best is None:
             return _Found(last, is_scarce)
         is_slowed = best.case.recompute != "none" and not self._leads_never(best.case)

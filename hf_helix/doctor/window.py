@@ -18,6 +18,7 @@ from enum import Enum
 from hf_helix.config import AUTO
 from hf_helix.doctor.amounts.records import Amounts
 from hf_helix.doctor.case import Case
+from hf_helix.doctor.estimate import LEAST
 from hf_helix.doctor.memory import Drawing
 from hf_helix.doctor.traffic import timed_traffic
 from hf_helix.planning.choice.memory import MemoryLimit
@@ -33,7 +34,7 @@ from hf_helix.planning.schedule.named import FOLDED, NAMED_SCHEDULES
 from hf_helix.planning.timing.cluster import Cluster
 from hf_helix.planning.timing.operator_clock import Timeline
 from hf_helix.planning.timing.profile import Profile
-from hf_helix.planning.window.layout import Layout, sub_layout
+from hf_helix.planning.window.layout import Layout, named_operators, sub_layout
 from hf_helix.planning.window.window import COMPUTE, STREAMS
 from hf_helix.runtime.streams.trace import Interval, common, merge
 
@@ -60,8 +61,9 @@ WRITTEN, SETTLED = 64, 8
 than `predict` simulates."""
 
 NEGLIGIBLE = 0.005
-"""The part of a window, in which a rank waits for others, up to which all of it counts as bubble: the slot clock, which
-tells bubble and exposed transfers apart, is not more exact."""
+"""The part of a window, in which a rank waits for others, up to which all of it counts as bubble: a second window, with
+transfers that take no time, tells bubble and exposed transfers apart. The slot clock does not: it had 0.4 % of bubble
+and 3.4 % of exposed transfers where the second window has 2.1 % and 1.8 %."""
 
 NEGLIGIBLE_SUMS = 0.002
 """The part of a window with gradient reductions only, up to which a search does not look for weight gradients to defer:
@@ -239,7 +241,7 @@ class WindowClock:
         if self._ranks > 1:  # a rank waits for transfers, or for computation of others
             bubble = idle = max(0.0, timed.seconds - self._alone())
             if idle > NEGLIGIBLE * timed.seconds:
-                bubble = idle * self._part_of_others()
+                bubble = max(0.0, idle - max(0.0, timed.seconds - self._without_transfers()))
             exposed[Kind.PIPELINE] = idle - bubble
         waits = timed.waits if self._case.config.offload else self._waits()
         return replace(timed, waits=waits, bubble=bubble, exposed=exposed)
@@ -249,11 +251,13 @@ class WindowClock:
         found = self._own_parts(self.planned.plan, self._own)
         return found.seconds - found.reduction_seconds
 
-    def _part_of_others(self) -> float:
-        """Returns the part of a rank's waits in which it would wait for computation of others as well if transfers took
-        no time, by the slot clock."""
-        waits, without_transfers = (self._idle_part(costs) for costs in (self._costs, replace(self._costs, transfer=0)))
-        return min(1.0, without_transfers / waits) if waits else 1.0
+    def _without_transfers(self) -> float:
+        """Returns the seconds of the window if transfers between stages took no time."""
+        profile = self.planned.profile
+        times = {name: LEAST for name, op in named_operators(profile.layout) if op.kind is Kind.PIPELINE}
+        free = replace(self.planned, profile=replace(profile, times={**profile.times, **times}))
+        found = self._parts(free, self._microbatches)
+        return found.seconds - found.reduction_seconds
 
     def _exposed_by_kind(self, drawn: Prediction | None) -> dict[Kind, float]:
         """Returns the exposed seconds of each kind of communication: of the drawn window, else extrapolated."""
@@ -299,16 +303,16 @@ class WindowClock:
             (near.copy_seconds, far.copy_seconds),
         )
         seconds, reductions, copies = (max(0.0, more + factor * (more - few)) for few, more in pairs)
-        waits = self._idle_part(self._costs) * seconds if self._ranks > 1 else 0.0
+        waits = self._idle_part() * seconds if self._ranks > 1 else 0.0
         return WindowTime(seconds + waits, reductions, copies)
 
-    def _idle_part(self, costs: Costs) -> float:
+    def _idle_part(self) -> float:
         """Returns how long the busiest rank waits for others by the slot clock, in parts of the time of its slots; of a
         long window from two short ones."""
 
         def idle(count: int) -> tuple[float, float]:
             schedule = schedule_of(self.named, self._ranks, count, self.layout.is_spread)
-            found = simulate_schedule(schedule, self.layout.ranks, costs)
+            found = simulate_schedule(schedule, self.layout.ranks, self._costs)
             waits = found.seconds * found.bubbles[self.busiest]
             return waits, found.seconds - waits
 
