@@ -2,11 +2,12 @@
 
 In:   a function, and its items.
 Out:  the results, in the order of the items.
-Must hold: only items and results are pickled; the function may hold anything, since processes are forked. The function
-must not use torch's threads: a forked process lacks them.
+Must hold: only items and results are pickled; the function may hold anything, since processes are forked. torch
+computes with one thread in them: a forked process lacks the threads of its parent, and would wait for them for ever.
 """
 
 import multiprocessing
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -28,6 +29,8 @@ def in_processes(work: Callable[[Piece], Result], pieces: Sequence[Piece], worke
 def _adopt(work: Callable[[Any], Any]) -> None:
     global _work
     _work = work
+    if "torch" in sys.modules:  # a question about counted amounts needs no torch
+        sys.modules["torch"].set_num_threads(1)
 
 
 def _do(piece: Any) -> Any:
