@@ -21,7 +21,6 @@ from hf_helix.planning.timing.operator_clock import Timeline, simulate
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.instructions import Instruction
 from hf_helix.planning.window.passes import OrderedWindow
-from hf_helix.planning.window.window import STREAMS
 
 COPIES = (1, 3, 7, 15, 31)  # repetitions to simulate; more while the times are not periodic
 AT_FIRST = 3  # of these on several ranks: one sufficed in 2 of 25 windows
@@ -105,12 +104,9 @@ def _simulated(window: RepeatedWindow, copies: int, profile: Profile) -> tuple[P
 
 
 def _prediction(timeline: Timeline) -> Prediction:
-    def at_the_end(*kinds: Kind) -> float:
-        streams = [STREAMS.index(kind) for kind in kinds]
-        ends = zip(timeline.ends, timeline.arrays.streams, strict=True)
-        return timeline.seconds - max((end for end, stream in ends if stream not in streams), default=0.0)
-
-    return Prediction(timeline.seconds, at_the_end(Kind.GRADIENTS, Kind.DOWN), at_the_end(Kind.DOWN))
+    seconds = timeline.seconds
+    reducing = seconds - timeline.seconds_without(Kind.GRADIENTS, Kind.DOWN)
+    return Prediction(seconds, reducing, seconds - timeline.seconds_without(Kind.DOWN))
 
 
 def _period(gaps: list[list[float]]) -> int:

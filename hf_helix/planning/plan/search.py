@@ -36,7 +36,7 @@ from hf_helix.planning.timing.operator_clock import simulate
 from hf_helix.planning.timing.profile import Profile
 from hf_helix.planning.window.layout import Layout, Name, named_operators, sub_layout
 from hf_helix.planning.window.passes import run_passes
-from hf_helix.planning.window.window import COMPUTE, STREAMS
+from hf_helix.planning.window.window import COMPUTE
 
 # Ratios below are windows over the bound, the mean of three eight-layer Llamas with drawn times on one rank and 16
 # micro-batches: 1.0156 with these numbers.
@@ -238,7 +238,6 @@ def _changed(priority: Priority, names: Sequence[Name], scale: float, rng: rando
 
 MICROBATCHES = 2  # for each pipeline rank, of the window for comparing numbers of units
 PARTS = 8  # numbers of units to try first, evenly spaced; then the same count around the best number
-COPIES_DOWN = STREAMS.index(Kind.DOWN)
 GAIN = 1e-4  # a number of units is taken if the window becomes shorter by more than this part
 
 
@@ -276,7 +275,7 @@ def defer_weight_gradients(priorities: Priorities, profile: Profile, schedule: S
         if any(peak > limit for peak, limit in zip(scheduler.peaks(order), limits, strict=True)):
             return math.inf
         timeline = simulate(arrays, profile.contention, run_passes(scheduler.window, order))
-        return max(end for end, stream in zip(timeline.ends, arrays.streams, strict=True) if stream != COPIES_DOWN)
+        return timeline.seconds_without(Kind.DOWN)
 
     count = max(len([u for u in layout.units_of(rank) if not layout.transfers(u)]) for rank in range(layout.num_ranks))
     tried = _spread(0, count)

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
 
+from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.window.layout import Name
-from hf_helix.planning.window.window import COMPUTE, NONE, WindowArrays
+from hf_helix.planning.window.window import COMPUTE, NONE, STREAMS, WindowArrays
 
 Slowdown = Callable[[Name, Name], float]
 """How many times longer the first operator takes while the second runs; 1 without interference."""
@@ -43,6 +44,12 @@ class Timeline:
     def seconds(self) -> float:
         """The seconds of the whole window."""
         return max(self.ends, default=0.0)
+
+    def seconds_without(self, *kinds: Kind) -> float:
+        """Returns the seconds until everything but some kinds of operators has ended."""
+        streams = [STREAMS.index(kind) for kind in kinds]
+        ends = zip(self.ends, self.arrays.streams, strict=True)
+        return max((end for end, stream in ends if stream not in streams), default=0.0)
 
 
 def simulate(arrays: WindowArrays, slowdown: Slowdown | None = None, order: Sequence[int] | None = None) -> Timeline:
